@@ -1,0 +1,20 @@
+"""Errors that are the user's to fix, and how a command line shows them."""
+
+import sys
+from collections.abc import Callable
+
+__all__ = ["UserError", "run"]
+
+
+class UserError(Exception):
+    """Bad input. The message is one sentence that names the value and the way out."""
+
+
+def run(main: Callable[[], None]) -> int:
+    """Run a command line; turn a :class:`UserError` into one line on stderr and exit status 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
