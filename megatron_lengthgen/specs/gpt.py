@@ -1,0 +1,151 @@
+"""Block specs of GPT models: for this package's trainer, and by name for Megatron's ``--spec``.
+
+``--spec megatron_lengthgen.specs.gpt gpt_vpad`` selects one in anybody's Megatron run; p is ``--hidden-dropout``.
+"""
+
+import copy
+import dataclasses
+import warnings
+from typing import Any, Literal
+
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.specs.options import Regularization, check_choice
+from megatron_lengthgen.specs.substitution import apply
+from megatron_lengthgen.specs.torch_norm import TorchNorm
+
+__all__ = ["block_spec", "gpt_none", "gpt_pre_linear", "gpt_pre_norm", "gpt_vpad", "gpt_vpad_mean_fill", "stock_block"]
+
+CoreAttention = Literal["sdpa", "megatron"]
+
+
+def block_spec(
+    config: Any, regularization: Regularization, vp_stage: int | None = None, *, core_attention: CoreAttention = "sdpa"
+) -> TransformerBlockSubmodules:
+    """The layers that this pipeline stage builds, with dropout as asked, and the final norm.
+
+    Args:
+        config: Megatron's ``GPTModelConfig``, or a flat ``TransformerConfig`` (Megatron Bridge's provider is one).
+        regularization: Which dropout.
+        vp_stage: Virtual pipeline stage, if any.
+        core_attention: ``sdpa``: this package's, linear in memory; ``megatron``: the stock ``DotProductAttention``.
+
+    Returns:
+        A block spec for ``GPTModel(transformer_layer_spec=...)``; its pipeline stage is read from Megatron's parallel
+        state.
+
+    Raises:
+        UserError: a kind of model that is not supported yet.
+
+    Source: ``megatron/training/models/gpt.py::default_layer_spec``.
+    """
+    return apply(stock_block(config, vp_stage, core_attention=core_attention), regularization)
+
+
+def stock_block(
+    config: Any, vp_stage: int | None = None, *, core_attention: CoreAttention = "sdpa"
+) -> TransformerBlockSubmodules:
+    """Like :func:`block_spec`, before any dropout is substituted: Megatron's own dropouts are as ``config`` says."""
+    check_choice("core_attention", core_attention, ("sdpa", "megatron"))
+    transformer = getattr(config, "transformer", config)
+    _refuse_unsupported(transformer)
+    layer = _with_our_parts(
+        get_gpt_layer_local_spec(
+            qk_layernorm=transformer.qk_layernorm,
+            normalization=transformer.normalization,
+            qk_l2_norm=transformer.qk_l2_norm,
+        ),
+        core_attention,
+    )
+    num_layers = get_num_layers_to_build(transformer, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=layer.submodules.input_layernorm)
+
+
+def _with_our_parts(layer: ModuleSpec, core_attention: CoreAttention) -> ModuleSpec:
+    """Megatron's Torch norms and core attention replaced by this package's; Apex norms are kept."""
+    layer = copy.deepcopy(layer)
+    for holder in (layer.submodules, layer.submodules.self_attention.submodules):
+        for field in dataclasses.fields(holder):
+            if getattr(holder, field.name) is WrappedTorchNorm:
+                setattr(holder, field.name, TorchNorm)
+    if core_attention == "sdpa":
+        from megatron_lengthgen.attention.core import SDPACoreAttention
+
+        layer.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+    return layer
+
+
+def _refuse_unsupported(transformer: Any) -> None:
+    if transformer.transformer_impl != "local":
+        raise UserError(
+            f"transformer_impl is {transformer.transformer_impl!r}, and only the local backend is supported yet: set "
+            "transformer_impl: local"
+        )
+    for name, what in (
+        ("num_moe_experts", "mixture-of-experts layers are"),
+        ("mtp_num_layers", "multi-token prediction is"),
+        ("experimental_attention_variant", "experimental attention variants are"),
+        ("heterogeneous_block_specs", "heterogeneous layers are"),
+        ("multi_latent_attention", "multi-latent attention is"),
+        ("use_kitchen", "Kitchen layers are"),
+    ):
+        value = getattr(transformer, name, None)
+        if value:
+            raise UserError(f"{name} is {value!r}, and {what} not supported yet: leave it out")
+
+
+def _named(config: Any, vp_stage: int | None, regularization: Regularization) -> TransformerBlockSubmodules:
+    transformer = getattr(config, "transformer", config)
+    _warn_about_other_dropouts(transformer, regularization.placement)
+    return block_spec(config, regularization, vp_stage)
+
+
+def _warn_about_other_dropouts(transformer: Any, placement: str) -> None:
+    """The layer spec cannot switch off the embedding's and attention's own dropouts: say so where they are on."""
+    if placement == "pre_norm" or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    others = []
+    if transformer.hidden_dropout > 0:
+        others.append(f"hidden_dropout={transformer.hidden_dropout} acts on the embedding's output too")
+    if transformer.attention_dropout > 0:
+        others.append(f"attention_dropout={transformer.attention_dropout} acts on the attention weights")
+    if others:
+        # One text, one place: Python's default filter shows it once.
+        warnings.warn(
+            f"gpt_{placement}: {' and '.join(others)}, which a layer spec cannot switch off; set attention_dropout to "
+            "0, and bind p in the spec (block_spec with Regularization(p=...)) with hidden_dropout 0 for dropout at "
+            "the chosen sites alone",
+            stacklevel=3,
+        )
+    if transformer.hidden_dropout == 0 and placement != "none":
+        warnings.warn(f"gpt_{placement}: hidden_dropout is 0, so that no activation is dropped", stacklevel=3)
+
+
+def gpt_none(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """No dropout in the layers."""
+    return _named(config, vp_stage, Regularization("none"))
+
+
+def gpt_pre_norm(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Megatron's own residual dropout, p = ``hidden_dropout``."""
+    return _named(config, vp_stage, Regularization("pre_norm"))
+
+
+def gpt_pre_linear(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Pre-Linear dropout between norms and their linears, p = ``hidden_dropout``."""
+    return _named(config, vp_stage, Regularization("pre_linear"))
+
+
+def gpt_vpad(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Variance-preserving affine dropout, zero fill, batch statistics, p = ``hidden_dropout``."""
+    return _named(config, vp_stage, Regularization("vpad"))
+
+
+def gpt_vpad_mean_fill(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Variance-preserving affine dropout, mean fill, batch statistics, p = ``hidden_dropout``."""
+    return _named(config, vp_stage, Regularization("vpad", fill="mean"))

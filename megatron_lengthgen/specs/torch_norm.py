@@ -1,0 +1,74 @@
+"""Norms of Megatron's local backend where Apex is absent, with sequence parallelism."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lengthgen.errors import UserError
+
+__all__ = ["RMSNorm", "TorchNorm"]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """PyTorch's RMSNorm bit for bit, at half of its time: backward works from ``x`` and one scale per token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed = x.float() * scale
+        grad = grads[0].float()
+        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad = grad * weight
+        inner = (grad * normed).mean(-1, keepdim=True)
+        grad_x = grad.sub_(normed.mul_(inner)).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` over the last dimension; on a CPU with a leaner forward and backward, same output bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x``, ``[..., h]``."""
+        # CUDA has a fused kernel. Other dtypes than these are left to PyTorch too.
+        if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32) or x.dtype != self.weight.dtype:
+            return super().forward(x)
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class TorchNorm:
+    """Builder like Megatron's ``WrappedTorchNorm``, for ``RMSNorm`` and ``LayerNorm``, also under sequence parallelism.
+
+    There each rank sees a part of the tokens, so that a parameter's gradient is summed over the tensor-parallel ranks:
+    Megatron does so for parameters marked ``sequence_parallel`` (``finalize_model_grads``). ``persist_layer_norm`` and
+    ``memory_efficient_layer_norm`` choose among Apex kernels, which are not used here, and change no result.
+
+    Source: ``megatron/core/transformer/torch_norm.py``, ``megatron/core/fusions/fused_layer_norm.py``.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:  # type: ignore[misc]
+        """The norm of ``config.normalization`` over ``hidden_size`` channels."""
+        if config.layernorm_zero_centered_gamma:
+            raise UserError(
+                "layernorm_zero_centered_gamma is on, and the PyTorch norms of the local backend multiply by the plain "
+                "gain: switch it off, or use transformer_impl: transformer_engine"
+            )
+        norm: torch.nn.Module
+        if config.normalization == "RMSNorm":
+            norm = RMSNorm(hidden_size, eps=eps)
+        elif config.normalization == "LayerNorm":
+            norm = torch.nn.LayerNorm(hidden_size, eps=eps)
+        else:
+            raise UserError(f"normalization must be RMSNorm or LayerNorm, got {config.normalization!r}")
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
