@@ -150,8 +150,9 @@ def _redirect_device_functions() -> None:
         "get_device_name": lambda *args, **kwargs: "cpu",
         "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
         "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
-        "manual_seed": torch.manual_seed,
-        "manual_seed_all": torch.manual_seed,
+        "manual_seed": torch.default_generator.manual_seed,
+        # torch.manual_seed calls it after it has seeded the CPU.
+        "manual_seed_all": _nothing,
         "empty_cache": _nothing,
         "reset_peak_memory_stats": _nothing,
         "memory_stats": lambda *args, **kwargs: collections.defaultdict(int),

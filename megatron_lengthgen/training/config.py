@@ -1,0 +1,253 @@
+"""A run's YAML: Megatron's own argument names, grouped as the user likes, and one ``lengthgen`` section."""
+
+import argparse
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_lengthgen import megatron_args
+from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.specs.attention_pattern import AttentionPattern
+from megatron_lengthgen.specs.options import Regularization
+
+__all__ = ["RunConfig", "load", "parse"]
+
+_SECTION = "lengthgen"
+_CORE_ATTENTION = ("sdpa", "megatron")
+_MEGATRON_DEFAULT_DROPOUT = 0.1
+_REGULARIZATION = ("placement", "p", "fill", "statistics", "sites")
+_KEYS = (*_REGULARIZATION, "attention", "core_attention")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run was asked to do: Megatron's arguments, and this package's section as plain values."""
+
+    megatron: dict[str, Any] = field(default_factory=dict)
+    lengthgen: dict[str, Any] = field(default_factory=dict)
+
+
+def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a run's YAML.
+
+    Args:
+        path: the YAML file. Interpolations such as ``${oc.env:HOME}`` are resolved.
+        overrides: ``key=value`` items that win over the file: ``lr=1e-4``, ``lengthgen.p=0.2``, and, with the name of
+            its group if one likes, ``optimizer.lr=1e-4``.
+
+    Raises:
+        UserError: for a missing or malformed file, a key written twice, an unknown key.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"no configuration file at {path}")
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OmegaConfBaseException, OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as YAML: {_one_line(error)}") from error
+    except Exception as error:  # yaml's own errors share no public base with OmegaConf's
+        raise UserError(f"{path} is no valid YAML: {_one_line(error)}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold a mapping of keys to values, not {type(tree).__name__}")
+    section = tree.pop(_SECTION, None) or {}
+    if not isinstance(section, dict):
+        raise UserError(f"the {_SECTION} section of {path} must be a mapping, not {section!r}")
+    values: dict[str, Any] = {}
+    groups = _flatten(tree, values)
+    _override(values, section, groups, overrides)
+    return _resolve(values, section)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _flatten(tree: Mapping[Any, Any], into: dict[str, Any]) -> set[str]:
+    """Collect the leaves of nested groups into one mapping; returns the groups' names."""
+    groups = set()
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            groups |= {str(name)} | _flatten(value, into)
+        elif str(name) in into:
+            raise UserError(f"the key {name!r} is written twice, in two groups: keep one")
+        else:
+            into[str(name)] = value
+    return groups
+
+
+def _override(values: dict[str, Any], section: dict[str, Any], groups: set[str], overrides: Iterable[str]) -> None:
+    for item in overrides:
+        key, separator, text = item.partition("=")
+        if not separator or not key:
+            raise UserError(f"{item!r} is no override: write key=value")
+        try:
+            value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]  # type: ignore[call-overload, index]
+        except Exception as error:
+            raise UserError(f"the value of {item!r} is no YAML value: {_one_line(error)}") from error
+        parts = key.split(".")
+        if parts[0] == _SECTION:
+            target, names = section, parts[1:]
+            for name in names[:-1]:
+                target = target.setdefault(name, {})
+            if not names or not isinstance(target, dict):
+                raise UserError(f"{key!r} names no single value of the {_SECTION} section")
+            target[names[-1]] = value
+        elif all(part in groups for part in parts[:-1]):
+            values[parts[-1]] = value
+        else:
+            unknown = next(part for part in parts[:-1] if part not in groups)
+            raise UserError(
+                f"no group {unknown!r} in the configuration{megatron_args.suggest(unknown, sorted(groups))}"
+            )
+
+
+def _resolve(values: dict[str, Any], section: dict[str, Any]) -> RunConfig:
+    """Settle what the two halves decide together: windows and RoPE, dropout probabilities, where to resume."""
+    for key in section:
+        if key not in _KEYS:
+            raise UserError(f"unknown key {_SECTION}.{key}{megatron_args.suggest(key, list(_KEYS))}")
+    core_attention = section.get("core_attention", "sdpa")
+    if core_attention not in _CORE_ATTENTION:
+        raise UserError(
+            f"{_SECTION}.core_attention is {core_attention!r}; the choices are {', '.join(_CORE_ATTENTION)}"
+        )
+    values = {**values, **_attention_arguments(values, section)}
+    chosen = {name: section[name] for name in _REGULARIZATION if section.get(name) is not None}
+    written = values.get("hidden_dropout")
+    if chosen.get("p") is None:
+        chosen["p"] = _MEGATRON_DEFAULT_DROPOUT if written is None else written
+    regularization = Regularization.from_mapping({"placement": "none", **chosen})
+    # p acts through the layer spec alone: Megatron would also drop embeddings with `hidden_dropout`, and attention
+    # weights at its own default of 0.1.
+    values["hidden_dropout"] = 0.0
+    values.setdefault("attention_dropout", 0.0)
+    # A mask is derived from causality and the window inside attention.
+    if not values.get("reset_attention_mask"):
+        values.setdefault("no_create_attention_mask_in_dataloader", True)
+    elif core_attention == "sdpa":
+        raise UserError(
+            "reset_attention_mask keeps documents apart through a dense mask, which lengthgen.core_attention: sdpa "
+            "does not read: set reset_attention_mask: false, or lengthgen.core_attention: megatron"
+        )
+    # Without an interval Megatron divides by None once the model is built.
+    values.setdefault("eval_interval", 1000)
+    if values.get("save") is not None:
+        # A second start goes on where the first one stopped.
+        values.setdefault("load", values["save"])
+        values.setdefault("tensorboard_dir", os.path.join(str(values["save"]), "tensorboard"))
+    resolved = {**regularization.to_dict(), "core_attention": core_attention}
+    if section.get("attention"):
+        resolved["attention"] = section["attention"]
+    return RunConfig(megatron=values, lengthgen=resolved)
+
+
+def _attention_arguments(values: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    attention = section.get("attention")
+    if not attention:
+        return {}
+    if not isinstance(attention, dict):
+        raise UserError(f"{_SECTION}.attention must be a mapping such as {{window: 4096, pattern: WWWF}}")
+    if not isinstance(values.get("num_layers"), int):
+        raise UserError(f"{_SECTION}.attention needs num_layers in the configuration")
+    arguments = AttentionPattern.from_mapping(attention, values["num_layers"]).to_megatron()
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    both = sorted(arguments.keys() & {name for name, value in values.items() if value is not None})
+    if both:
+        raise UserError(f"{', '.join(both)} and {_SECTION}.attention say the same thing twice: keep one")
+    return arguments
+
+
+def parse(run: RunConfig) -> argparse.Namespace:
+    """Check ``run`` against this machine's files and processes, and parse it into Megatron's global arguments.
+
+    Raises:
+        UserError: for missing data, checkpoints or tokenizers, an impossible layout, or what Megatron refuses.
+    """
+    _check_files(run.megatron)
+    _check_layout(run.megatron)
+    args = megatron_args.parse(run.megatron, lengthgen=run.lengthgen)
+    _check_vocabulary(args)
+    return args
+
+
+def _check_files(values: Mapping[str, Any]) -> None:
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        blend = values.get(name)
+        if blend is None:
+            continue
+        for item in blend if isinstance(blend, list | tuple) else [blend]:
+            if not _is_number(item):
+                for suffix in (".idx", ".bin"):
+                    if not Path(f"{item}{suffix}").is_file():
+                        raise UserError(
+                            f"{name} names {item}, but there is no file {item}{suffix}: make it with "
+                            "tools/prepare_data.py"
+                        )
+    pretrained, load = values.get("pretrained_checkpoint"), values.get("load")
+    started = load is not None and (Path(str(load)) / "latest_checkpointed_iteration.txt").is_file()
+    if pretrained is not None and not started:
+        marker = Path(str(pretrained)) / "latest_checkpointed_iteration.txt"
+        if not marker.is_file():
+            raise UserError(
+                f"pretrained_checkpoint {pretrained} is no Megatron checkpoint ({marker.name} is missing): make one "
+                "with tools/convert_checkpoint.py import"
+            )
+    tokenizer = values.get("tokenizer_model")
+    if tokenizer is not None and str(tokenizer).startswith((".", "/", "~")) and not Path(str(tokenizer)).exists():
+        raise UserError(f"tokenizer_model {tokenizer} does not exist")
+
+
+def _is_number(text: Any) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_layout(values: Mapping[str, Any]) -> None:
+    """Refuse layouts that Megatron would refuse only once every process has started, with the values that work."""
+    tensor = int(values.get("tensor_model_parallel_size") or 1)
+    heads, groups = values.get("num_attention_heads"), None
+    if values.get("group_query_attention"):
+        groups = values.get("num_query_groups")
+    for name, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
+        if isinstance(count, int) and count % tensor:
+            shared = [n for n in range(1, count + 1) if not any(c % n for c in (heads, groups) if isinstance(c, int))]
+            raise UserError(
+                f"tensor_model_parallel_size {tensor} does not divide {name} {count}; "
+                f"this model can use {', '.join(map(str, shared))}"
+            )
+    pipeline, layers = int(values.get("pipeline_model_parallel_size") or 1), values.get("num_layers")
+    uneven = any(
+        values.get(name)
+        for name in (
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "pipeline_model_parallel_layout",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        )
+    )
+    if isinstance(layers, int) and layers % pipeline and not uneven:
+        raise UserError(
+            f"pipeline_model_parallel_size {pipeline} does not divide num_layers {layers}: choose one that does, or "
+            "give decoder_first_pipeline_num_layers"
+        )
+    length = values.get("seq_length")
+    if values.get("sequence_parallel") and isinstance(length, int) and length % tensor:
+        raise UserError(f"sequence_parallel needs seq_length {length} divisible by tensor_model_parallel_size {tensor}")
+
+
+def _check_vocabulary(args: argparse.Namespace) -> None:
+    """Vocabulary rows are split evenly over tensor-parallel ranks."""
+    rows = args.padded_vocab_size
+    if rows is not None and rows % args.tensor_model_parallel_size:
+        raise UserError(
+            f"tensor_model_parallel_size {args.tensor_model_parallel_size} does not divide the vocabulary's {rows} rows"
+        )

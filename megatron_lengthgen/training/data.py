@@ -1,0 +1,46 @@
+"""Megatron's blended GPT datasets for ``megatron.training.pretrain``."""
+
+from typing import Any
+
+__all__ = ["train_valid_test_datasets"]
+
+
+def train_valid_test_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """The dataset provider that ``pretrain()`` calls on the first tensor-parallel rank of every group.
+
+    Args:
+        num_samples: sequences wanted for training, validation and test.
+        vp_stage: virtual pipeline stage, if any.
+
+    Returns:
+        The three ``GPTDataset`` blends; ``None`` where a split is empty.
+    """
+    from megatron.core import mpu
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+    from megatron.training import get_args, get_tokenizer
+    from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+
+    def is_built_here() -> bool:
+        return is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_here, config).build()

@@ -1,0 +1,165 @@
+"""Start Megatron's training loop for a run, or show what it would do."""
+
+import argparse
+import contextlib
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lengthgen import backends
+from megatron_lengthgen.models import build
+from megatron_lengthgen.training import config as run_config
+from megatron_lengthgen.training.progress import TrainingProgress
+
+__all__ = ["dry_run", "train"]
+
+_ONE_PROCESS = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "use_distributed_optimizer": False,
+    # Nothing is read or written.
+    "tensorboard_dir": None,
+    "save": None,
+    "load": None,
+    "pretrained_checkpoint": None,
+    "use_cpu_initialization": True,
+    "perform_initialization": False,
+}
+
+
+def train(run: run_config.RunConfig) -> None:
+    """Train with ``megatron.training.pretrain``; every process that torchrun started calls this.
+
+    Raises:
+        UserError: for a configuration that cannot run; nothing was built then.
+    """
+    backends.prepare()
+    args = run_config.parse(run)
+    from megatron.core.enums import ModelType
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron_lengthgen.training.data import train_valid_test_datasets
+    from megatron_lengthgen.training.forward import forward_step
+
+    model = build.model_config(args)
+    if args.rank == 0 and args.save:
+        print(f"checkpoints and logs: {args.save}", flush=True)
+    progress = TrainingProgress(
+        steps=args.train_iters or args.train_samples // args.global_batch_size,
+        microbatches=get_num_microbatches(),
+        tokens_per_step=args.global_batch_size * args.seq_length,
+        interval=args.log_interval,
+        path=Path(args.save) / "progress.jsonl" if args.save else None,
+        finished=lambda: args.iteration,
+        active=_is_reporting_rank,
+    )
+    try:
+        pretrain(
+            pretrain_cfg_container_from_args(args, model),
+            train_valid_test_datasets,
+            ModelType.encoder_or_decoder,
+            functools.partial(forward_step, progress=progress),
+        )
+    finally:
+        progress.stop()
+
+
+def _is_reporting_rank() -> bool:
+    """The last pipeline stage has the loss; one of its ranks reports, the one whose output torchrun shows last."""
+    from megatron.core import mpu
+
+    return (
+        mpu.is_pipeline_last_stage(ignore_virtual=True)
+        and mpu.get_tensor_model_parallel_rank() == 0
+        and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
+
+
+def dry_run(run: run_config.RunConfig) -> None:
+    """Print the resolved configuration, the parameter count and the layer table. Builds no weights, starts no ranks.
+
+    Raises:
+        UserError: as :func:`train` would.
+    """
+    backends.prepare()
+    from megatron_lengthgen.specs.layer_table import format_layer_table, layer_table
+
+    ranks = _model_parallel_size(run.megatron)
+    with _world_size(max(ranks, int(os.environ.get("WORLD_SIZE", "1")))):
+        args = run_config.parse(run)
+    _print_configuration(args, run)
+    with _world_size(1):
+        alone = run_config.parse(
+            run_config.RunConfig(megatron={**run.megatron, **_ONE_PROCESS}, lengthgen=run.lengthgen)
+        )
+        build.initialize(alone)
+        with torch.device("meta"):
+            (model,) = build.build_model(alone)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"\nparameters: {parameters:,}")
+    print(format_layer_table(layer_table(build.model_config(alone).transformer, build.regularization(args))))
+
+
+def _model_parallel_size(values: dict[str, Any]) -> int:
+    size = 1
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        size *= int(values.get(name) or 1)
+    return size
+
+
+@contextlib.contextmanager
+def _world_size(size: int) -> Any:
+    """Megatron validates a layout against the number of processes, which torchrun has not started here."""
+    saved = {name: os.environ.get(name) for name in ("WORLD_SIZE", "RANK")}
+    os.environ["WORLD_SIZE"] = str(size)
+    os.environ.pop("RANK", None)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _print_configuration(args: argparse.Namespace, run: run_config.RunConfig) -> None:
+    from omegaconf import OmegaConf
+
+    resolved = {name: value for name, value in run.megatron.items() if value is not None}
+    print("Megatron arguments (as written, with this package's defaults):")
+    print(_indent(OmegaConf.to_yaml(OmegaConf.create(_plain(resolved)))))
+    print("lengthgen:")
+    print(_indent(OmegaConf.to_yaml(OmegaConf.create(_plain(run.lengthgen)))))
+    steps = args.train_iters or 0
+    layout = (
+        f"TP {args.tensor_model_parallel_size}, PP {args.pipeline_model_parallel_size}, "
+        f"CP {args.context_parallel_size}, DP {args.data_parallel_size}"
+    )
+    print(f"layout: {layout} on {args.world_size} process(es)")
+    print(f"training: {steps:,} steps, {steps * args.global_batch_size * args.seq_length:,} tokens")
+    print(f"weight decay: {args.weight_decay}, on weight matrices and embeddings")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _indent(text: str) -> str:
+    return "".join(f"  {line}\n" for line in text.splitlines())
