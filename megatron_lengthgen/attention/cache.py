@@ -1,0 +1,81 @@
+"""Keys and values of one sequence, all layers, as core attention sees them (keys after RoPE)."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["SequenceCache"]
+
+
+class SequenceCache:
+    """Key-value cache of one sequence.
+
+    Megatron's ``StaticInferenceContext`` keeps keys before RoPE and ropes all of them again on each call, at full
+    length also for windowed layers. This one sits behind RoPE, in the core attention, and a layer with a window of W
+    tokens keeps a buffer of at most 2 W + 1024 positions.
+
+    Args:
+        capacity: most tokens that the sequence will hold.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self._layers: dict[int, _Layer] = {}
+
+    def append(self, layer_number: int, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Add new positions of a layer and return all that its new queries may see.
+
+        Args:
+            layer_number: which layer.
+            key: [1, g, n, d], the n positions that follow those already there.
+            value: [1, g, n, d].
+            window: number of keys that a query sees, itself included; None for all.
+
+        Returns:
+            Keys and values [1, g, m, d], the last m positions; views that the next call may overwrite.
+
+        Raises:
+            ValueError: the sequence outgrows its capacity.
+        """
+        if layer_number not in self._layers:
+            self._layers[layer_number] = _Layer(key, value, self.capacity, window)
+        return self._layers[layer_number].append(key, value)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the buffers in bytes."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers.values())
+
+
+class _Layer:
+    def __init__(self, key: Tensor, value: Tensor, capacity: int, window: int | None):
+        self.capacity, self.window = capacity, window
+        size = capacity if window is None else min(capacity, 2 * window + 1024)
+        self.keys = key.new_empty(1, key.size(1), size, key.size(3))
+        self.values = value.new_empty(1, value.size(1), size, value.size(3))
+        self.seen = 0  # positions appended so far
+        self.end = 0  # positions in the buffer
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        new, size = key.size(2), self.keys.size(2)
+        self.seen += new
+        if self.seen > self.capacity:
+            raise ValueError(f"a sequence of {self.seen} tokens does not fit its cache of {self.capacity}")
+        if self.end + new > size:
+            assert self.window is not None
+            kept = min(self.end, self.window)
+            tail = slice(self.end - kept, self.end)
+            if kept + new > size:
+                # A chunk longer than the buffer: attend from a copy, keep what later queries can see.
+                keys = torch.cat([self.keys[:, :, tail], key], dim=2)
+                values = torch.cat([self.values[:, :, tail], value], dim=2)
+                self.end = min(keys.size(2), self.window)
+                self.keys[:, :, : self.end] = keys[:, :, -self.end :]
+                self.values[:, :, : self.end] = values[:, :, -self.end :]
+                return keys, values
+            self.keys[:, :, :kept] = self.keys[:, :, tail].clone()
+            self.values[:, :, :kept] = self.values[:, :, tail].clone()
+            self.end = kept
+        start, self.end = self.end, self.end + new
+        self.keys[:, :, start : self.end] = key
+        self.values[:, :, start : self.end] = value
+        return self.keys[:, :, : self.end], self.values[:, :, : self.end]
