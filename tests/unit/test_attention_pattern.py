@@ -1,0 +1,130 @@
+"""Attention patterns against Megatron's own reading of them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import get_sliding_window_causal_mask, is_layer_window_attention
+from megatron.training.arguments import moe_freq_type, no_rope_freq_type, tuple_type
+
+from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.specs.attention_pattern import AttentionPattern
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> AttentionPattern:
+    num_layers = draw(st.integers(1, 12))
+    flags = st.lists(st.booleans(), min_size=num_layers, max_size=num_layers).map(tuple)
+    windowed = draw(flags)
+    return AttentionPattern(
+        window=draw(st.integers(1, 4096)) if any(windowed) else None, windowed=windowed, rope=draw(flags)
+    )
+
+
+def _config(num_layers: int, **fields: object) -> TransformerConfig:
+    return TransformerConfig(num_layers=num_layers, hidden_size=8, num_attention_heads=2, **fields)  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(patterns())
+def test_round_trip_through_a_transformer_config(pattern):
+    config = _config(len(pattern.rope), **pattern.to_megatron())
+    assert AttentionPattern.from_megatron(config) == pattern
+    seen = tuple(
+        is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer)
+        for layer in range(1, config.num_layers + 1)
+    )
+    assert seen == pattern.windowed
+
+
+@given(patterns())
+def test_round_trip_through_megatrons_argument_types(pattern):
+    fields = pattern.to_megatron()
+    parsed = {
+        name: None if fields[name] is None else parse(str(fields[name]).replace(" ", ""))
+        for name, parse in (
+            ("window_size", tuple_type),
+            ("window_attn_skip_freq", moe_freq_type),
+            ("no_rope_freq", no_rope_freq_type),
+        )
+    }
+    assert parsed == fields
+    assert AttentionPattern.from_megatron(SimpleNamespace(num_layers=len(pattern.rope), **parsed)) == pattern
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_a_window_of_w_lets_a_query_see_w_keys(window):
+    size = AttentionPattern.from_mapping({"window": window}, 2).to_megatron()["window_size"]
+    hidden = get_sliding_window_causal_mask(8, 8, size)
+    assert (~hidden).sum(-1).tolist() == [min(query + 1, window) for query in range(8)]
+    assert (~hidden).diagonal().all()
+
+
+@pytest.mark.parametrize("frequency", [1, 2, 3, None])
+def test_integer_frequencies_are_read_as_megatron_reads_them(frequency):
+    config = _config(6, window_size=(3, 0), window_attn_skip_freq=frequency, no_rope_freq=frequency)
+    pattern = AttentionPattern.from_megatron(config)
+    assert pattern.windowed == tuple(is_layer_window_attention((3, 0), frequency, layer) for layer in range(1, 7))
+    skip = config.no_rope_freq or [0] * 6  # the config has made a list of the integer
+    assert pattern.rope == tuple(not s for s in skip)
+
+
+def test_mapping_repeats_a_period_and_can_drop_rope_in_full_layers():
+    pattern = AttentionPattern.from_mapping({"window": 512, "pattern": "WWWF", "rope": "windowed"}, 6)
+    assert pattern.windowed == (True, True, True, False, True, True)
+    assert pattern.rope == pattern.windowed
+    assert pattern.to_megatron() == {
+        "window_size": (511, 0),
+        "window_attn_skip_freq": [1, 1, 1, 0, 1, 1],
+        "no_rope_freq": [0, 0, 0, 1, 0, 0],
+    }
+
+
+def test_mapping_takes_whole_lists():
+    pattern = AttentionPattern.from_mapping({"window": 4, "pattern": ["F", "W"], "rope": [1, 0]}, 2)
+    assert pattern == AttentionPattern(4, (False, True), (True, False))
+
+
+def test_empty_mapping_is_plain_attention():
+    pattern = AttentionPattern.from_mapping({}, 3)
+    assert pattern.to_megatron() == {"window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"windw": 5}, r"unknown attention key 'windw': did you mean 'window'"),
+        ({"window": 0}, "positive number of tokens, got 0"),
+        ({"window": "512"}, "positive number of tokens, got '512'"),
+        ({"pattern": "WF"}, "no window is given"),
+        ({"window": 8, "pattern": "F"}, "window is 8, and no layer is windowed"),
+        ({"window": 8, "pattern": "WXF"}, "W .windowed. and F .full attention., got 'WXF'"),
+        ({"window": 8, "pattern": "WWWWF"}, "'WWWWF' is 5 layers long, and the model has 4"),
+        ({"window": 8, "pattern": ["W", "F"]}, "pattern lists 2 layers, and the model has 4"),
+        ({"window": 8, "pattern": ["W", "F", "W", "Q"]}, "unknown letter in pattern 'Q'"),
+        ({"window": 8, "pattern": 3}, "got 3"),
+        ({"rope": "window"}, "unknown rope 'window': did you mean 'windowed'"),
+        ({"rope": [1, 0]}, "rope lists 2 layers, and the model has 4"),
+        ({"rope": [1, 0, 2, 1]}, "got 2"),
+        ([], r"must be a mapping of names to values, got \[\]"),
+    ],
+)
+def test_bad_mappings_are_refused(mapping, message):
+    with pytest.raises(UserError, match=message):
+        AttentionPattern.from_mapping(mapping, 4)
+
+
+def test_a_window_that_looks_ahead_is_refused():
+    with pytest.raises(UserError, match=r"\(3, 2\) does not end at the query"):
+        AttentionPattern.from_megatron(
+            SimpleNamespace(num_layers=2, window_size=(3, 2), window_attn_skip_freq=None, no_rope_freq=None)
+        )
+
+
+def test_unlimited_window_is_full_attention():
+    config = _config(2, window_size=(-1, 0))
+    assert AttentionPattern.from_megatron(config).windowed == (False, False)
+    assert torch.equal(get_sliding_window_causal_mask(4, 4, (4, 0)), torch.ones(4, 4).triu(1).bool())
