@@ -1,0 +1,460 @@
+"""The substitution against the stock spec: what changes, and above all what does not."""
+
+import copy
+import dataclasses
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.models.gpt import GPTModelConfig
+
+from megatron_lengthgen.dropout.functional import moments, pre_linear_dropout, vpad
+from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.specs import gpt, norm
+from megatron_lengthgen.specs.options import Regularization
+from megatron_lengthgen.specs.statistics import norm_statistics
+from megatron_lengthgen.specs.substitution import substitute
+from megatron_lengthgen.specs.torch_norm import RMSNorm, TorchNorm
+
+pytestmark = pytest.mark.usefixtures("megatron_single")
+PLACEMENTS = ("none", "pre_norm", "pre_linear", "vpad")
+NORMS = ("RMSNorm", "LayerNorm")
+
+
+def make_config(**fields: Any) -> TransformerConfig:
+    return TransformerConfig(
+        **{
+            "num_layers": 3,
+            "hidden_size": 48,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "transformer_impl": "local",
+            "normalization": "RMSNorm",
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "use_cpu_initialization": True,
+            "bias_dropout_fusion": False,
+            "persist_layer_norm": False,
+            **fields,
+        }
+    )
+
+
+def stock_layer(config: TransformerConfig) -> ModuleSpec:
+    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+
+
+def stock_block(config: TransformerConfig) -> TransformerBlockSubmodules:
+    return TransformerBlockSubmodules(
+        layer_specs=[stock_layer(config)] * config.num_layers, layer_norm=WrappedTorchNorm
+    )
+
+
+def build(spec: Any, config: TransformerConfig, **fields: Any) -> GPTModel:
+    """A model with weights from seed 1 and norms that are not at their initial values."""
+    torch.manual_seed(1)
+    model = GPTModel(config, spec, vocab_size=96, max_sequence_length=64, position_embedding_type="rope", **fields).to(
+        config.params_dtype
+    )
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, mean=0.8, std=0.3)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 96, (2, 33), generator=generator)
+    return tokens[:, :-1], torch.arange(32).expand(2, -1), tokens[:, 1:]
+
+
+def losses(model: GPTModel) -> torch.Tensor:
+    tokens, positions, labels = batch()
+    return model(tokens, positions, None, labels=labels)
+
+
+def train_step(model: GPTModel, seed: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of one step in training mode, random streams from seed 5."""
+    model.train().zero_grad()
+    seed(5)
+    loss = losses(model).mean()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(a: tuple[torch.Tensor, dict[str, torch.Tensor]], b: tuple[torch.Tensor, dict[str, torch.Tensor]]):
+    assert torch.equal(a[0], b[0])
+    assert a[1].keys() == b[1].keys()
+    for name, grad in a[1].items():
+        assert torch.equal(grad, b[1][name]), name
+
+
+def snapshot(value: Any) -> Any:
+    """A spec as nested tuples that compare by content."""
+    if isinstance(value, functools.partial):
+        return ("partial", value.func, value.args, snapshot(value.keywords))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (type(value), [(f.name, snapshot(getattr(value, f.name))) for f in dataclasses.fields(value)])
+    if isinstance(value, dict):
+        return [(key, snapshot(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [snapshot(item) for item in value]
+    return value
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("normalization", NORMS)
+@pytest.mark.parametrize("params_dtype", [torch.float32, torch.bfloat16])
+def test_evaluation_and_p_zero_equal_the_stock_spec(megatron_single, placement, normalization, params_dtype):
+    config = make_config(normalization=normalization, params_dtype=params_dtype, bf16=params_dtype == torch.bfloat16)
+    stock = build(stock_layer(config), config)
+    dropped = build(substitute(stock_layer(config), placement, p=0.3), config)
+    idle = build(substitute(stock_layer(config), placement, p=0.0), config)
+    tokens, positions, _ = batch()
+    with torch.no_grad():
+        expected = stock.eval()(tokens, positions, None)
+        assert torch.equal(dropped.eval()(tokens, positions, None), expected)
+    assert_same(train_step(idle, megatron_single), train_step(stock, megatron_single))
+
+
+@pytest.mark.parametrize("normalization", NORMS)
+@pytest.mark.parametrize("params_dtype", [torch.float32, torch.bfloat16])
+def test_our_norm_gives_the_stock_norms_output(normalization, params_dtype):
+    config = make_config(normalization=normalization, params_dtype=params_dtype, bf16=params_dtype == torch.bfloat16)
+    tokens, positions, _ = batch()
+    ours = build(gpt.block_spec(config, Regularization("none"), core_attention="megatron"), config)
+    stock = build(stock_layer(config), config)
+    assert torch.equal(ours(tokens, positions, None), stock(tokens, positions, None))
+
+
+@pytest.mark.parametrize("sites", [("attention", "mlp"), ("attention", "mlp", "output")])
+@pytest.mark.parametrize("placement", ["pre_linear", "vpad"])
+def test_checkpoint_keys_equal_the_stock_specs(placement, sites):
+    config = make_config(qk_layernorm=True)
+    stock = build(stock_block(config), config)
+    ours = build(substitute(stock_block(config), placement, p=0.1, sites=sites), config)
+
+    def keys(model: GPTModel) -> dict[str, tuple[Any, ...]]:
+        tensors = model.sharded_state_dict()
+        return {
+            name: (getattr(t, "key", None), getattr(t, "global_shape", None), getattr(t, "replica_id", None))
+            for name, t in tensors.items()
+        }
+
+    assert keys(ours) == keys(stock)
+    assert ours.state_dict().keys() == stock.state_dict().keys()
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    assert len(list(norm.sites(ours))) == 2 * 3 + ("output" in sites)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_given_spec_is_not_changed(placement):
+    config = make_config()
+    layer, block = stock_layer(config), stock_block(config)
+    before = snapshot(layer), snapshot(block)
+    new_layer = substitute(layer, placement, p=0.2)
+    new_block = substitute(block, placement, p=0.2)
+    build(new_layer, config)
+    assert (snapshot(layer), snapshot(block)) == before
+    assert new_layer.submodules is not layer.submodules
+    assert new_layer.submodules.self_attention is not layer.submodules.self_attention
+    # One object for all layers stays one object for all layers.
+    assert len({id(spec) for spec in new_block.layer_specs}) == 1
+
+
+def test_everything_but_the_norms_and_the_residual_dropout_is_kept():
+    config = make_config()
+    layer = stock_layer(config)
+    layer.params["layer_number"] = 7
+    new = substitute(layer, "vpad", p=0.2)
+    assert new.params == {"layer_number": 7, "hidden_dropout": 0.0}
+    for field in ("input_layernorm", "pre_mlp_layernorm"):
+        assert getattr(new.submodules, field).builder is getattr(layer.submodules, field)
+        setattr(new.submodules, field, getattr(layer.submodules, field))
+    assert snapshot(new.submodules) == snapshot(layer.submodules)
+
+
+def test_models_of_one_spec_share_nothing():
+    config = make_config()
+    spec = substitute(stock_block(config), "vpad", p=0.2)
+    first, second = build(spec, config), build(spec, config)
+    assert not {id(m) for m in first.modules()} & {id(m) for m in second.modules()}
+    assert not {id(hook) for *_, hook in norm.sites(first)} & {id(hook) for *_, hook in norm.sites(second)}
+
+
+def test_a_deep_copy_of_a_norm_drops_out_as_the_original(megatron_single):
+    """The whole model cannot be copied, with or without dropout: it holds process groups."""
+    config = make_config()
+    original = build(substitute(stock_layer(config), "vpad", p=0.2), config).decoder.layers[0].input_layernorm
+    copied = copy.deepcopy(original)
+    (hook,), (copied_hook,) = original._forward_hooks.values(), copied._forward_hooks.values()
+    assert copied_hook is not hook
+    x = torch.randn(8, 2, 48)
+    outputs = []
+    for module in (original, copied):
+        megatron_single(3)
+        outputs.append(module(x))
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], original.eval()(x))
+
+
+@pytest.mark.parametrize("placement", ["pre_norm", "pre_linear", "vpad"])
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_full_recompute_gives_the_same_gradients(megatron_single, placement, method):
+    regularization = {"p": 0.3}
+    plain = make_config()
+    recompute = make_config(recompute_granularity="full", recompute_method=method, recompute_num_layers=1)
+    expected = train_step(build(substitute(stock_layer(plain), placement, **regularization), plain), megatron_single)
+    found = train_step(
+        build(substitute(stock_layer(recompute), placement, **regularization), recompute), megatron_single
+    )
+    assert_same(found, expected)
+
+
+def test_selective_recompute_of_attention_gives_the_same_gradients(megatron_single):
+    plain, selective = make_config(), make_config(recompute_granularity="selective")
+    expected = train_step(build(substitute(stock_layer(plain), "vpad", p=0.3), plain), megatron_single)
+    found = train_step(build(substitute(stock_layer(selective), "vpad", p=0.3), selective), megatron_single)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_pre_norm_is_megatrons_residual_dropout(megatron_single, bound):
+    stock_config = make_config(hidden_dropout=0.3)
+    expected = train_step(build(stock_layer(stock_config), stock_config), megatron_single)
+    ours = build(substitute(stock_layer(stock_config), "pre_norm", p=0.3 if bound else None), stock_config)
+    assert_same(train_step(ours, megatron_single), expected)
+
+
+@pytest.mark.parametrize("placement", ["none", "pre_linear", "vpad"])
+def test_residual_dropout_is_off_although_the_config_has_it(megatron_single, placement):
+    config = make_config(hidden_dropout=0.5)
+    model = build(substitute(stock_layer(config), placement, p=0.0), config)
+    model.embedding.embedding_dropout.p = 0.0
+    stock = make_config()
+    assert_same(train_step(model, megatron_single), train_step(build(stock_layer(stock), stock), megatron_single))
+
+
+def test_p_defaults_to_hidden_dropout_when_the_model_is_built():
+    spec = substitute(stock_layer(make_config()), "vpad")
+    config = make_config(hidden_dropout=0.25)
+    assert {hook.p for *_, hook in norm.sites(build(spec, config))} == {0.25}
+    assert not list(norm.sites(build(spec, make_config())))
+
+
+@pytest.mark.parametrize("placement", ["pre_linear", "vpad"])
+@pytest.mark.parametrize("statistics", ["batch", "norm"])
+@pytest.mark.parametrize("fill", ["zero", "mean"])
+@pytest.mark.parametrize("normalization", NORMS)
+def test_dropout_sits_between_norm_and_linear(megatron_single, placement, statistics, fill, normalization):
+    """QKV's input is the dropout of what the stock norm gives; the residual is untouched."""
+    config = make_config(num_layers=1, normalization=normalization)
+    spec = substitute(stock_layer(config), placement, p=0.3, fill=fill, statistics=statistics)
+    layer = build(spec, config).decoder.layers[0].train()
+    seen = {}
+    layer.self_attention.linear_qkv.register_forward_pre_hook(lambda module, args: seen.update(qkv=args[0]))
+    layer.self_attention.register_forward_hook(lambda module, args, output: (torch.zeros_like(output[0]), None))
+    layer.pre_mlp_layernorm.register_forward_pre_hook(lambda module, args: seen.update(residual=args[0]))
+    x = torch.randn(16, 2, 48)
+    megatron_single(9)
+    layer(x, attention_mask=None)
+
+    normed = layer.input_layernorm.eval()(x)
+    mean, variance = moments(normed).mean, moments(normed).variance
+    if statistics == "norm":
+        mean, variance = norm_statistics(layer.input_layernorm, zero_centered=False)
+    megatron_single(9)
+    expected = (
+        pre_linear_dropout(normed, 0.3) if placement == "pre_linear" else vpad(normed, 0.3, mean, variance, fill=fill)
+    )
+    assert torch.equal(seen["qkv"], expected)
+    assert not torch.equal(seen["qkv"], normed)
+    assert torch.equal(seen["residual"], x)
+
+
+@pytest.mark.parametrize("sites", [("attention",), ("mlp",), ("output",), ("mlp", "output")])
+def test_only_the_named_sites_get_dropout(sites):
+    config = make_config()
+    model = build(substitute(stock_block(config), "pre_linear", p=0.3, sites=sites), config)
+    names = {name.split(".")[-1] for name, *_ in norm.sites(model)}
+    of_site = {"attention": "input_layernorm", "mlp": "pre_mlp_layernorm", "output": "final_layernorm"}
+    assert names == {of_site[site] for site in sites}
+
+
+def test_statistics_of_a_norm():
+    torch.manual_seed(3)
+    layer_norm = torch.nn.LayerNorm(8)
+    torch.nn.init.normal_(layer_norm.weight)
+    torch.nn.init.normal_(layer_norm.bias)
+    mean, variance = norm_statistics(layer_norm, zero_centered=False)
+    assert torch.equal(mean, layer_norm.bias)
+    assert torch.equal(variance, layer_norm.weight.square())
+    mean, variance = norm_statistics(torch.nn.RMSNorm(8), zero_centered=True)
+    assert torch.equal(mean, torch.zeros(8))
+    assert torch.equal(variance, torch.full((8,), 4.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 3, 48), (7, 129), (2, 4, 3, 16)])
+def test_rms_norm_equals_pytorchs(dtype, shape):
+    torch.manual_seed(4)
+    stock, ours = torch.nn.RMSNorm(shape[-1], eps=1e-5), RMSNorm(shape[-1], eps=1e-5)
+    torch.nn.init.normal_(stock.weight)
+    ours.load_state_dict(stock.state_dict())
+    x = torch.randn(shape) * torch.logspace(-3, 3, shape[-1])
+    wide = [x.double().requires_grad_(), stock.weight.detach().double().requires_grad_()]
+    grad = torch.randn(shape).to(dtype)
+    F.rms_norm(wide[0], shape[-1:], wide[1], 1e-5).backward(grad.double())
+    outputs, inputs = [], []
+    for module in (stock.to(dtype), ours.to(dtype)):
+        inputs.append(x.to(dtype, copy=True).requires_grad_())
+        outputs.append(module(inputs[-1]))
+        outputs[-1].backward(grad)
+    assert torch.equal(outputs[0], outputs[1])
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
+    for mine, reference in ((inputs[1].grad, inputs[0].grad), (ours.weight.grad, stock.weight.grad)):
+        torch.testing.assert_close(mine, reference, rtol=tolerance, atol=tolerance)
+    if dtype is torch.float32:
+        torch.testing.assert_close(inputs[1].grad.double(), wide[0].grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.weight.grad.double(), wide[1].grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("normalization", NORMS)
+def test_norm_parameters_are_marked_for_sequence_parallelism(normalization):
+    config = make_config(normalization=normalization)
+    config.sequence_parallel = True
+    config.persist_layer_norm = True
+    built = TorchNorm(config=config, hidden_size=8, eps=1e-5)
+    assert [p.sequence_parallel for p in built.parameters()] == [True] * (1 + (normalization == "LayerNorm"))
+
+
+def test_zero_centred_gamma_is_refused_not_ignored():
+    with pytest.raises(UserError, match="layernorm_zero_centered_gamma is on"):
+        TorchNorm(config=make_config(layernorm_zero_centered_gamma=True), hidden_size=8)
+
+
+@pytest.mark.parametrize("name", ["gpt_none", "gpt_pre_norm", "gpt_pre_linear", "gpt_vpad", "gpt_vpad_mean_fill"])
+@pytest.mark.filterwarnings("ignore:gpt_")
+def test_named_specs_build_through_megatrons_builder(name):
+    transformer = make_config(hidden_dropout=0.1, attention_backend="local" if name == "gpt_vpad" else "auto")
+    config = GPTModelConfig(
+        transformer=transformer,
+        transformer_layer_spec=import_module(("megatron_lengthgen.specs.gpt", name)),
+        vocab_size=96,
+        position_embedding_type="rope",
+    )
+    model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    hooks = [hook for *_, hook in norm.sites(model)]
+    assert len(hooks) == (0 if name in ("gpt_none", "gpt_pre_norm") else 6)
+    assert {layer.hidden_dropout for layer in model.decoder.layers} == {0.1 if name == "gpt_pre_norm" else 0.0}
+    assert all(hook.p == 0.1 and hook.regularization.fill == ("mean" if "mean" in name else "zero") for hook in hooks)
+
+
+def test_named_specs_warn_of_dropouts_that_a_layer_spec_cannot_switch_off():
+    with pytest.warns(UserWarning, match=r"hidden_dropout=0.1 acts on the embedding.* attention_dropout=0.2"):
+        gpt.gpt_vpad(make_config(hidden_dropout=0.1, attention_dropout=0.2))
+    with pytest.warns(UserWarning, match="hidden_dropout is 0, so that no activation is dropped"):
+        gpt.gpt_pre_linear(make_config())
+    stock, idle = make_config(hidden_dropout=0.1, attention_dropout=0.1), make_config()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gpt.gpt_pre_norm(stock)
+        gpt.gpt_none(idle)
+
+
+def _te_like() -> ModuleSpec:
+    spec = stock_layer(make_config())
+    spec.submodules.input_layernorm = IdentityOp
+    return spec
+
+
+def _mla() -> ModuleSpec:
+    return get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_te_like, "input_layernorm of this spec is IdentityOp.*transformer_impl: local"),
+        (_mla, "self_attention of this spec is MLASelfAttention"),
+        (lambda: get_gpt_layer_local_spec(num_experts=4, normalization="RMSNorm"), "mixture-of-experts"),
+        (lambda: ModuleSpec(module=TransformerBlock), "spec of TransformerBlock yet"),
+        (lambda: substitute(stock_layer(make_config()), "vpad"), "has dropout already"),
+        (lambda: GPTModel, "cannot substitute into type"),
+    ],
+)
+def test_unsupported_specs_are_refused(make, message):
+    with pytest.raises(UserError, match=message):
+        substitute(make(), "vpad", p=0.1)
+
+
+def test_output_site_needs_a_block_spec():
+    with pytest.raises(UserError, match=r"site 'output' follows the final norm.*TransformerBlockSubmodules"):
+        substitute(stock_layer(make_config()), "vpad", sites=("output",))
+    with pytest.raises(UserError, match="this block spec has none"):
+        substitute(TransformerBlockSubmodules(layer_specs=[]), "vpad", sites=("output",))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"placement": "vpda"}, "unknown placement 'vpda': did you mean 'vpad'"),
+        ({"fill": "average"}, "unknown fill 'average': known: zero, mean"),
+        ({"statistics": "batches"}, "did you mean 'batch'"),
+        ({"sites": ["atention"]}, "unknown site 'atention': did you mean 'attention'"),
+        ({"sites": "attention"}, "sites must be a list"),
+        ({"sites": ["mlp", "mlp"]}, "names a site twice"),
+        ({"sites": []}, "has no sites"),
+        ({"placement": "pre_norm", "sites": ["mlp"]}, "acts on attention and mlp together"),
+        ({"p": 1.0}, r"in \[0, 1\), got 1.0"),
+        ({"p": "0.1"}, r"got '0.1'"),
+        ({"plcement": "vpad"}, "unknown regularization key 'plcement': did you mean 'placement'"),
+        (None, "must be a mapping"),
+    ],
+)
+def test_bad_options_are_refused(mapping, message):
+    with pytest.raises(UserError, match=message):
+        Regularization.from_mapping(mapping)
+
+
+def test_options_survive_a_round_trip():
+    options = Regularization("pre_linear", p=0.2, sites=("mlp", "output"))
+    assert Regularization.from_mapping(options.to_dict()) == options
+    assert Regularization.from_mapping({}) == Regularization()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"transformer_impl": "transformer_engine"},
+            "transformer_impl is 'transformer_engine'.*transformer_impl: local",
+        ),
+        ({"num_moe_experts": 4}, "num_moe_experts is 4, and mixture-of-experts"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers is 1"),
+    ],
+)
+def test_unsupported_models_are_refused(fields, message):
+    config = make_config()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(UserError, match=message):
+        gpt.block_spec(config, Regularization())
+
+
+def test_hidden_dropout_out_of_range_is_named():
+    config = make_config()
+    config.hidden_dropout = 1.0
+    with pytest.raises(UserError, match=r"got 1.0 \(from hidden_dropout\)"):
+        build(substitute(stock_layer(config), "vpad"), config)
