@@ -1,0 +1,76 @@
+"""Greedy generation with transformers' own ``generate``: the reference, and the way to score a published model."""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_lengthgen.errors import UserError
+
+from .base import Request
+
+__all__ = ["HuggingFaceGenerator"]
+
+
+class HuggingFaceGenerator:
+    """One prompt at a time, with transformers' key-value cache.
+
+    Args:
+        model: a causal language model of transformers, in evaluation mode.
+        rank, size: this process's share when several are started; each holds the whole model.
+    """
+
+    is_first_tensor_rank = True
+
+    def __init__(self, model: Any, rank: int = 0, size: int = 1) -> None:
+        self.model = model
+        self.data_parallel_rank, self.data_parallel_size = rank, size
+
+    @classmethod
+    def from_pretrained(cls, source: str, *, dtype: str = "bf16") -> "HuggingFaceGenerator":
+        """Load a model from a local directory or hub id; under ``torchrun``, one copy per process and GPU.
+
+        Args:
+            source: what ``AutoModelForCausalLM.from_pretrained`` takes.
+            dtype: ``bf16``, ``fp16`` or ``fp32``.
+
+        Raises:
+            UserError: for another dtype, or when the model cannot be loaded.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as hf_logging
+
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        if dtype not in dtypes:
+            raise UserError(f"dtype must be one of {', '.join(dtypes)}, got {dtype!r}")
+        hf_logging.disable_progress_bar()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtypes[dtype])
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
+        if torch.cuda.is_available():
+            model = model.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}")
+        return cls(model.eval(), int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[int]]]:
+        """See :class:`~megatron_lengthgen.evaluation.generation.base.Generator`."""
+        import torch
+        from transformers import GenerationConfig
+
+        # A published generation_config.json may ask for sampling or a repetition penalty; RULER is plain greedy.
+        self.model.generation_config = GenerationConfig()
+        for position, request in enumerate(requests):
+            prompt = torch.tensor([request.prompt_ids], device=self.model.device)
+            stop = sorted(request.stop_ids)
+            config = GenerationConfig(
+                do_sample=False,
+                num_beams=1,
+                max_new_tokens=request.max_new_tokens,
+                eos_token_id=stop or None,
+                pad_token_id=stop[0] if stop else 0,
+            )
+            with torch.inference_mode():
+                output = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
+            new = output[0, prompt.shape[1] :].tolist()
+            end = next((i for i, token in enumerate(new) if token in request.stop_ids), len(new))
+            yield position, new[:end]

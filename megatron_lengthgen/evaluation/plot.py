@@ -1,0 +1,116 @@
+"""Score against length."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_lengthgen.files import atomic_file
+
+__all__ = ["Point", "Run", "score_vs_length"]
+
+# Okabe and Ito's palette: told apart by colour-blind readers.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+class Point(NamedTuple):
+    """Score and its interval, in per cent, at a length in tokens."""
+
+    length: int
+    score: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """Curves of one model, by task (or name of a mean)."""
+
+    name: str
+    lines: Mapping[str, Sequence[Point]]
+
+
+def score_vs_length(path: Path, runs: Sequence[Run], train_length: int | None = None, title: str = "RULER") -> None:
+    """Draw one panel for a single run with all its curves, or one panel per curve with all runs, as PNG.
+
+    Args:
+        runs: one run, or several to compare.
+        train_length: drawn as a vertical line.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    if len(runs) == 1:
+        panels = {"": [(name, points) for name, points in runs[0].lines.items()]}
+    else:
+        names = dict.fromkeys(name for run in runs for name in run.lines)
+        # The mean, where there is one, comes last in a run and first in the picture.
+        ordered = sorted(names, key=lambda name: not name.startswith("mean"))
+        panels = {name: [(run.name, run.lines.get(name, [])) for run in runs] for name in ordered}
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    size = (7.2, 4.6) if len(panels) == 1 else (4.6 * columns, 3.7 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, sharey=True, layout="constrained")
+    lengths = sorted({point.length for run in runs for points in run.lines.values() for point in points})
+    for axis, (name, curves) in zip(axes.flat, panels.items(), strict=False):
+        _panel(axis, curves, lengths, train_length)
+        if name and len(panels) > 1:
+            axis.set_title(name, fontsize=10)
+        elif name:
+            title = f"{title}: {name}"
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("score, %")
+    axes.flat[0].legend(fontsize=8, framealpha=0.9)
+    figure.suptitle(title, fontsize=11)
+    try:
+        with atomic_file(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=144)
+    finally:
+        pyplot.close(figure)
+
+
+def _panel(
+    axis: Any, curves: Sequence[tuple[str, Sequence[Point]]], lengths: Sequence[int], train_length: int | None
+) -> None:
+    for position, (name, points) in enumerate(curves):
+        if not points:
+            continue
+        # Curves are moved apart a little, so that bars of equal scores do not hide one another.
+        shift = 2 ** (0.05 * (position - (len(curves) - 1) / 2))
+        x = [point.length * shift for point in points]
+        y = [point.score for point in points]
+        bars = [
+            [max(0.0, p.score - p.low) for p in points],
+            [max(0.0, p.high - p.score) for p in points],
+        ]
+        mean = name.startswith("mean") and len(curves) > 1
+        axis.errorbar(
+            x,
+            y,
+            yerr=bars,
+            label=name,
+            color="black" if mean else _COLOURS[position % len(_COLOURS)],
+            marker=_MARKERS[position % len(_MARKERS)],
+            linewidth=2.4 if mean else 1.6,
+            markersize=5,
+            capsize=3,
+            elinewidth=1,
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths])
+    axis.minorticks_off()
+    if lengths:
+        axis.set_xlim(min(lengths) / 1.3, max(lengths) * 1.3)
+    axis.set_ylim(-4, 104)
+    axis.set_xlabel("length of prompt and answer, tokens")
+    axis.grid(alpha=0.3)
+    if train_length:
+        axis.axvline(train_length, color="grey", linestyle="--", linewidth=1.2, label=f"training length {train_length}")
+        low, high = axis.get_xlim()
+        axis.set_xlim(min(low, train_length / 1.3), max(high, train_length * 1.3))

@@ -1,0 +1,134 @@
+"""From text to the token ids that a model is given, and back."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_lengthgen.errors import UserError
+
+__all__ = ["PromptEncoder", "load_tokenizer"]
+
+
+def load_tokenizer(source: str) -> Any:
+    """A Hugging Face tokenizer from a local directory or hub id.
+
+    Raises:
+        UserError: when there is none.
+    """
+    path = Path(source)
+    if path.exists() and not any((path / name).exists() for name in _TOKENIZER_FILES):
+        raise UserError(f"--tokenizer {source} holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+    if not path.exists() and (path.is_absolute() or source.count("/") != 1 or source.startswith(".")):
+        raise UserError(f"--tokenizer {source} does not exist; give a directory saved by save_pretrained or a hub id")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        raise UserError(f"cannot load a tokenizer from {source}: {str(error).splitlines()[0]}") from error
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+class PromptEncoder:
+    """Encodes prompts as an inference server would see them.
+
+    The special tokens that the tokenizer puts before a text come first, once: a chat template that already writes the
+    BOS gets no second one. What it puts *after* a text (an EOS) is left out, since the answer continues the prompt.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        chat: wrap the user's text in the tokenizer's chat template; the answer prefix follows the assistant's header.
+        stop_files: directories whose ``generation_config.json`` names further end-of-text tokens.
+        stop_tokens: further tokens that end an answer, as text.
+
+    Raises:
+        UserError: when ``chat`` is asked of a tokenizer without a chat template, or a stop token is not in the
+            vocabulary.
+    """
+
+    def __init__(
+        self, tokenizer: Any, chat: bool = False, stop_files: Sequence[str] = (), stop_tokens: Sequence[str] = ()
+    ) -> None:
+        if chat and not getattr(tokenizer, "chat_template", None):
+            raise UserError("--chat-template on, but the tokenizer has no chat template; use --chat-template off")
+        self.tokenizer = tokenizer
+        self.chat = chat
+        plain = self._encode("a")
+        special = list(tokenizer.encode("a", add_special_tokens=True))
+        at = next((i for i in range(len(special)) if special[i : i + len(plain)] == plain), 0)
+        self._leading = special[:at]
+        self.stop_ids = self._stop_ids(stop_files, stop_tokens)
+
+    def _encode(self, text: str) -> list[int]:
+        # verbose=False: a long prompt is the point here, not a mistake to warn about.
+        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def text(self, body: str, answer_prefix: str) -> str:
+        """The complete prompt as text (without the special tokens that :meth:`encode` puts before it)."""
+        if not self.chat:
+            return body + answer_prefix
+        message = [{"role": "user", "content": body}]
+        rendered = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return rendered + answer_prefix
+
+    def encode(self, body: str, answer_prefix: str) -> list[int]:
+        """Token ids of the complete prompt."""
+        ids = self._encode(self.text(body, answer_prefix))
+        shared = min(len(self._leading), len(ids))
+        return ids if shared and ids[:shared] == self._leading else self._leading + ids
+
+    def count(self, texts: list[str]) -> list[int]:
+        """Number of tokens of each text, without special tokens."""
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [len(ids) for ids in encoded["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of generated ids, without special tokens."""
+        # Clean-up would drop spaces before punctuation, and so change what is scored.
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Special tokens that every prompt starts with."""
+        return tuple(self._leading)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of what decides the ids: vocabulary, rules, special tokens, and the chat template if it is used."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        rules = backend.to_str() if backend is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        template = self.tokenizer.chat_template if self.chat else None
+        return hashlib.sha256(json.dumps([rules, self._leading, template]).encode()).hexdigest()
+
+    def _stop_ids(self, stop_files: Sequence[str], stop_tokens: Sequence[str]) -> frozenset[int]:
+        found = {self.tokenizer.eos_token_id}
+        for directory in stop_files:
+            file = Path(directory) / "generation_config.json"
+            if file.is_file():
+                try:
+                    value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+                except (json.JSONDecodeError, AttributeError) as error:
+                    raise UserError(f"{file} is not a JSON object: {error}") from error
+                found.update(value if isinstance(value, list) else [value])
+        if self.chat:
+            found.add(self._turn_end())
+        vocabulary = self.tokenizer.get_vocab()
+        for token in stop_tokens:
+            if token not in vocabulary:
+                raise UserError(f"--stop-token {token!r} is not in the tokenizer's vocabulary")
+            found.add(vocabulary[token])
+        return frozenset(id for id in found if id is not None)
+
+    def _turn_end(self) -> int | None:
+        """The special token that the chat template writes right after an assistant's answer."""
+        answer = "zqxj"
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        tail = self.tokenizer.apply_chat_template(messages, tokenize=False).rpartition(answer)[2]
+        ids = self._encode(tail)
+        added = self.tokenizer.get_added_vocab().values()
+        return ids[0] if ids and ids[0] in added else None
