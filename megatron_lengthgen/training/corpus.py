@@ -178,9 +178,10 @@ def _build(
     total, done, n_documents, n_tokens = sum(source.size() for source in sources), 0, 0, 0
     written["total"] = total
     started = time.monotonic()
+    stream = encode_units(units(sources, options["text_key"]), spec, dtype, options["text_key"], workers)
     builder = IndexedDatasetBuilder(str(stage.bin), dtype=dtype)
     try:
-        for unit in encode_units(units(sources, options["text_key"]), spec, dtype, options["text_key"], workers):
+        for unit in stream:
             start = 0
             for length in unit.lengths:
                 builder.add_document(unit.ids[start : start + length], [length])
@@ -204,6 +205,7 @@ def _build(
             raise UserError(_nothing(counts, bad))
         builder.finalize(str(stage.idx))
     finally:
+        stream.close()  # ends the workers, also after an error
         _close(builder.data_file)
     seconds = time.monotonic() - started
     return Report(

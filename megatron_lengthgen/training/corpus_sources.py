@@ -94,7 +94,8 @@ class BadRecord:
     """A record that gives no document: its file, line (0: the whole file), kind and a sentence for people.
 
     Kinds: ``not_utf8``, ``broken_json``, ``not_an_object``, ``missing_key``, ``not_a_string``, ``lone_surrogate``,
-    ``too_large``, ``empty``, and ``blank_line``, which JSON Lines readers pass over and which is harmless.
+    ``too_large``, ``empty``, ``not_tokenized``, and ``blank_line``, which JSON Lines readers pass over and which is
+    harmless.
     """
 
     location: str
@@ -240,6 +241,7 @@ def _parse(kind: str, value: Any, text_key: str) -> str | tuple[str, str]:
         except UnicodeDecodeError as error:
             return "not_utf8", _not_utf8(error, count_lines=kind == "text")
     if kind == "jsonl":
+        value = value.rstrip("\r\n")
         if not value.strip():
             return "blank_line", "no record"
         try:
@@ -249,7 +251,7 @@ def _parse(kind: str, value: Any, text_key: str) -> str | tuple[str, str]:
         except (ValueError, RecursionError) as error:
             return "broken_json", str(error)
         if not isinstance(value, dict):
-            return "not_an_object", f"a JSON {_json_type(value)} where an object with {text_key!r} is expected"
+            return "not_an_object", f"{_json_type(value)} where an object with {text_key!r} is expected"
         if text_key not in value:
             return "missing_key", f"no {text_key!r} among the keys {', '.join(map(repr, list(value)[:8])) or '(none)'}"
         value = value[text_key]

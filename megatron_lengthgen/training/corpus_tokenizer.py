@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -124,6 +124,23 @@ def encoder(spec: TokenizerSpec, dtype: type[numpy.number], text_key: str) -> Ca
         # The prefix that all of them share, often "<|", is found far faster than any of several hundred strings.
         return bool(spec.special_strings) and prefix in text and pattern.search(text) is not None
 
+    def token_ids(documents: list[Document], bad: list[BadRecord]) -> Iterator[tuple[Document, list[int]]]:
+        try:
+            texts = [document.text for document in documents]
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=spec.add_special_tokens)
+        except Exception as error:  # bare, for example a word that a vocabulary without unknown token lacks
+            if len(documents) == 1:
+                bad.append(_bad(documents[0], "not_tokenized", str(error)))
+                return
+            for document in documents:
+                yield from token_ids([document], bad)
+            return
+        for document, encoding in zip(documents, encodings, strict=True):
+            if ids := encoding.ids:
+                yield document, ids
+            else:
+                bad.append(_bad(document, "empty", "the tokenizer makes no token of it"))
+
     def encode(unit: Unit) -> EncodedUnit:
         good: list[Document] = []
         bad: list[BadRecord] = []
@@ -132,24 +149,23 @@ def encoder(spec: TokenizerSpec, dtype: type[numpy.number], text_key: str) -> Ca
                 good.append(record)
             else:
                 bad.append(record)
-        encodings = tokenizer.encode_batch_fast([d.text for d in good], add_special_tokens=spec.add_special_tokens)
         pieces, lengths, special = [], [], 0
-        for document, encoding in zip(good, encodings, strict=True):
-            ids = encoding.ids
-            if not ids:
-                bad.append(BadRecord(document.location, document.line, "empty", "the tokenizer makes no token of it"))
-                continue
+        for document, ids in token_ids(good, bad):
             # A post-processor that adds the eos itself must not make two of it.
             if not (spec.add_special_tokens and ids[-1] == spec.eod):
                 ids.append(spec.eod)
             pieces.append(numpy.array(ids, dtype=dtype))
             lengths.append(len(ids))
             special += has_special(document.text)
-        ids = numpy.concatenate(pieces) if pieces else numpy.empty(0, dtype)
+        joined = numpy.concatenate(pieces) if pieces else numpy.empty(0, dtype)
         bad.sort(key=lambda record: record.line)
-        return EncodedUnit(unit.source, unit.weight, ids, lengths, bad, special)
+        return EncodedUnit(unit.source, unit.weight, joined, lengths, bad, special)
 
     return encode
+
+
+def _bad(document: Document, kind: str, detail: str) -> BadRecord:
+    return BadRecord(document.location, document.line, kind, detail)
 
 
 _encode: Callable[[Unit], EncodedUnit]
@@ -176,7 +192,7 @@ def _encode_in_worker(unit: Unit) -> EncodedUnit:
 
 def encode_units(
     stream: Iterator[Unit], spec: TokenizerSpec, dtype: type[numpy.number], text_key: str, workers: int
-) -> Iterator[EncodedUnit]:
+) -> Generator[EncodedUnit, None, None]:
     """Encode ``stream`` in ``workers`` processes; results come in the order of ``stream``, a bounded number in flight.
 
     With one worker the caller's process does the work. The tokenizer's own threads are off: processes take their place.
@@ -200,7 +216,7 @@ def encode_units(
 
 def _encode_in_processes(
     stream: Iterator[Unit], spec: TokenizerSpec, dtype: type[numpy.number], text_key: str, workers: int
-) -> Iterator[EncodedUnit]:
+) -> Generator[EncodedUnit, None, None]:
     # spawn: a fork would copy torch's and the progress bar's threads in an unknown state.
     pool = ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(spec, dtype, text_key)
