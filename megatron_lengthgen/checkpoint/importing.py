@@ -1,0 +1,200 @@
+"""Hugging Face model -> Megatron ``torch_dist`` checkpoint that loads on any layout."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lengthgen import megatron_args
+from megatron_lengthgen.checkpoint import huggingface, load
+from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.files import atomic_directory, write_json
+from megatron_lengthgen.models import llama
+
+__all__ = ["DTYPES", "ORIGIN", "import_model"]
+
+DTYPES: dict[str, dict[str, bool]] = {"fp32": {}, "bf16": {"bf16": True}}
+ORIGIN = "import.json"
+"""File of a finished checkpoint that says what it was made from."""
+
+
+def import_model(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    dtype: str = "fp32",
+    make_vocab_size_divisible_by: int = 128,
+    force: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> bool:
+    """Convert a Llama-architecture model.
+
+    The result holds one ``release`` checkpoint as ``megatron.training`` writes it, so ``--load`` and
+    ``--pretrained-checkpoint`` start from it at iteration 0 on any tensor and pipeline size, and ``hf/`` with the
+    source's configuration and tokenizer. It appears under ``destination`` only when it is complete.
+
+    One process does it, with the model in memory once and one parameter's tensors beside it. It sets Megatron's global
+    arguments and process groups of this process.
+
+    Args:
+        source: local Hugging Face directory or hub id.
+        destination: the checkpoint directory (what ``--load`` takes).
+        dtype: ``"fp32"``, which every source dtype fits in, or ``"bf16"``.
+        make_vocab_size_divisible_by: the embedding gets zero rows up to a multiple of it, on every layout the same; any
+            tensor parallel size that divides the result can load it.
+        force: replace a finished checkpoint that was made from something else.
+        progress: called with (parameters done, parameters in all).
+
+    Returns:
+        False where ``destination`` already holds this very conversion and nothing was done.
+
+    Raises:
+        UserError: before anything is built or written, except when the disk is full.
+    """
+    destination = Path(destination)
+    if dtype not in DTYPES:
+        raise UserError(f"unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}")
+    if make_vocab_size_divisible_by < 1:
+        raise UserError(f"make_vocab_size_divisible_by must be at least 1, got {make_vocab_size_divisible_by}")
+    opened = huggingface.open_source(source)
+    values = llama.megatron_args(opened.config, make_vocab_size_divisible_by=make_vocab_size_divisible_by)
+    entries = llama.key_map(values)
+    origin = _origin(source, opened, dtype, make_vocab_size_divisible_by)
+    replaces = _is_occupied(destination, origin, force)
+    if replaces is None:
+        return False
+    opened.check(entries, tied=not values["untie_embeddings_and_output_weights"])
+
+    with _write(destination, replaces) as temporary:
+        huggingface.copy_side_files(opened.root, temporary / load.HUGGING_FACE)
+        tokenizer = {
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str(destination.resolve() / load.HUGGING_FACE),
+        }
+        _save(values | DTYPES[dtype], tokenizer, entries, opened, temporary, progress)
+        write_json(temporary / ORIGIN, origin)
+    return True
+
+
+def _origin(
+    source: str | os.PathLike[str], opened: huggingface.Source, dtype: str, make_vocab_size_divisible_by: int
+) -> dict[str, Any]:
+    """What decides the result. Weights are known by file name and size: hashing them would cost another read."""
+    files = {name: (opened.root / name).stat().st_size for name in sorted(set(opened.files.values()))}
+    return {
+        "source": os.fspath(source),
+        "config_sha256": hashlib.sha256(json.dumps(opened.config, sort_keys=True).encode()).hexdigest(),
+        "files": files,
+        "dtype": dtype,
+        "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
+    }
+
+
+def _is_occupied(destination: Path, origin: dict[str, Any], force: bool) -> bool | None:
+    """Whether writing replaces a finished checkpoint; ``None`` where the very same one is there."""
+    if destination.is_symlink() or destination.is_file():
+        raise UserError(f"{destination} is a file or link; give a directory that is new or empty")
+    if not destination.exists() or not any(destination.iterdir()):
+        return False
+    if not (destination / load.TRACKER).is_file():
+        raise UserError(f"{destination} holds something that is no checkpoint; give a directory that is new or empty")
+    if force:
+        return True
+    try:
+        found = json.loads((destination / ORIGIN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    what = ("config_sha256", "files", "dtype", "make_vocab_size_divisible_by")
+    if isinstance(found, dict) and all(found.get(name) == origin[name] for name in what):
+        load.find_checkpoint(destination)
+        return None
+    made_from = f"from {found['source']} as {found['dtype']}" if found else "by a training run"
+    raise UserError(
+        f"{destination} holds a checkpoint made {made_from}; use --force to replace it or another directory"
+    )
+
+
+@contextlib.contextmanager
+def _write(destination: Path, replaces: bool) -> Iterator[Path]:
+    """A temporary directory that becomes ``destination``; what it replaces is moved aside until then."""
+    aside = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.old")
+    try:
+        with atomic_directory(destination) as temporary:
+            yield temporary
+            if replaces:
+                os.replace(destination, aside)
+    except BaseException:
+        if aside.exists() and not destination.exists():
+            os.replace(aside, destination)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _save(
+    values: dict[str, Any],
+    tokenizer: dict[str, Any],
+    entries: list[llama.Entry],
+    opened: huggingface.Source,
+    directory: Path,
+    progress: Callable[[int, int], None],
+) -> None:
+    args = megatron_args.parse(
+        {
+            **values,
+            "micro_batch_size": 1,
+            # Its sharded keys are Transformer Engine's as well (gpt_layer_specs.py::get_gpt_layer_local_spec).
+            "transformer_impl": "local",
+            "use_cpu_initialization": True,
+            "no_initialization": True,
+            "tokenizer_type": "NullTokenizer",
+            "no_save_optim": True,
+            "no_save_rng": True,
+            "save": str(directory),
+            "save_interval": 1,
+        }
+    )
+    vars(args).update(tokenizer)
+
+    from megatron.core.utils import unwrap_model
+    from megatron.training.checkpointing import save_checkpoint
+
+    from megatron_lengthgen.models.build import build_model, initialize
+
+    initialize(args)
+    chunks = build_model(args)
+    _fill(dict(unwrap_model(chunks)[0].named_parameters()), entries, opened, progress)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            save_checkpoint(0, chunks, None, None, 0, release=True)
+    except Exception as error:
+        raise UserError(f"the checkpoint could not be written to {directory.parent}: {_reason(error)}") from error
+
+
+def _fill(
+    parameters: dict[str, torch.nn.Parameter],
+    entries: list[llama.Entry],
+    opened: huggingface.Source,
+    progress: Callable[[int, int], None],
+) -> None:
+    if set(parameters) != {entry.megatron for entry in entries}:
+        odd = sorted(set(parameters) ^ {entry.megatron for entry in entries})
+        raise RuntimeError(f"the key map and the built model disagree on {odd}")
+    with torch.no_grad():
+        for done, entry in enumerate(entries, start=1):
+            parameters[entry.megatron].copy_(entry.pack([opened.tensor(name) for name in entry.hugging_face]))
+            progress(done, len(entries))
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause: torch.distributed.checkpoint wraps a full disk in a traceback of its own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,114 @@
+#!/usr/bin/env python
+"""Convert checkpoints: Hugging Face or GGUF in, Megatron out; and say what a Megatron checkpoint holds."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_lengthgen import errors
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    {"import": _import, "gguf": _gguf, "info": _info}[arguments.command](arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    importing = commands.add_parser("import", help="Hugging Face directory or hub id -> Megatron torch_dist checkpoint")
+    importing.add_argument("source", help="local directory, or a hub id such as HuggingFaceTB/SmolLM2-135M")
+    importing.add_argument(
+        "destination", type=Path, help="checkpoint directory, as --load and --pretrained-checkpoint take"
+    )
+    importing.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype on disk (default: fp32)")
+    importing.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        metavar="N",
+        help="pad the embedding to a multiple of N, on every layout the same (default: 128)",
+    )
+    importing.add_argument("--force", action="store_true", help="replace a checkpoint made from something else")
+
+    gguf = commands.add_parser("gguf", help="GGUF file -> Hugging Face directory, dequantised to float32")
+    gguf.add_argument("file", type=Path)
+    gguf.add_argument("destination", type=Path)
+
+    info = commands.add_parser("info", help="what a Megatron checkpoint holds")
+    info.add_argument("checkpoint", help="directory with latest_checkpointed_iteration.txt, or one iteration in it")
+    info.add_argument("--json", action="store_true", help="print it as JSON")
+    return parser
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from megatron_lengthgen.checkpoint.importing import import_model
+
+    print(f"importing {arguments.source} ({arguments.dtype}) into {arguments.destination}", flush=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as bar:
+        task = bar.add_task("checking", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, description="writing" if done == total else "weights")
+
+        made = import_model(
+            arguments.source,
+            arguments.destination,
+            dtype=arguments.dtype,
+            make_vocab_size_divisible_by=arguments.make_vocab_size_divisible_by,
+            force=arguments.force,
+            progress=progress,
+        )
+        bar.update(task, visible=False)
+    print(f"complete: {arguments.destination}" if made else f"already complete, nothing to do: {arguments.destination}")
+
+
+def _gguf(arguments: argparse.Namespace) -> None:
+    from megatron_lengthgen.checkpoint.gguf import gguf_to_hugging_face
+
+    print(f"dequantising {arguments.file} into {arguments.destination}", flush=True)
+    made = gguf_to_hugging_face(arguments.file, arguments.destination)
+    print(f"complete: {arguments.destination}" if made else f"already complete, nothing to do: {arguments.destination}")
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    from megatron_lengthgen.checkpoint.info import describe
+
+    description = describe(arguments.checkpoint)
+    if arguments.json:
+        print(json.dumps(description, indent=2))
+        return
+    for section, content in description.items():
+        if not isinstance(content, dict):
+            print(f"{section}: {content}")
+            continue
+        print(f"{section}:")
+        for name, value in content.items():
+            print(f"  {name}: {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(errors.run(main))
