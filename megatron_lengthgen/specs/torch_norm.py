@@ -27,10 +27,10 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         normed = x.float() * scale
         grad = grads[0].float()
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
-        grad = grad * weight
-        inner = (grad * normed).mean(-1, keepdim=True)
-        grad_x = grad.sub_(normed.mul_(inner)).mul_(scale)
+        product = grad * normed
+        inner = (product @ weight.float()).div_(x.shape[-1]).unsqueeze(-1)
+        grad_x = (grad * weight).sub_(normed.mul_(inner)).mul_(scale)
+        grad_weight = product.flatten(0, -2).sum(0)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 

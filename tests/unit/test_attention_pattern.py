@@ -25,7 +25,7 @@ def patterns(draw: st.DrawFn) -> AttentionPattern:
 
 
 def _config(num_layers: int, **fields: object) -> TransformerConfig:
-    return TransformerConfig(num_layers=num_layers, hidden_size=8, num_attention_heads=2, **fields)  # type: ignore[arg-type]
+    return TransformerConfig(num_layers=num_layers, hidden_size=8, num_attention_heads=2, **fields)
 
 
 @settings(deadline=None)

@@ -1,15 +1,19 @@
 """The mathematics of dropout between norm and linear."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lengthgen.dropout.functional import Moments, merge_moments, moments, pre_linear_dropout, vpad
 from megatron_lengthgen.dropout.masks import draw_keep_mask, quantize
+from megatron_lengthgen.specs.statistics import batch_statistics
 
 TOKENS = 100_000
 # Mean and spread of each coordinate: centred, moderate, a massive activation, one far off, a tiny one.
@@ -160,8 +164,13 @@ def test_unknown_fill_and_wrong_masks_are_refused():
 @pytest.mark.parametrize("name", METHODS)
 def test_backward_keeps_one_byte_per_activation(name):
     x = torch.randn(256, 64).bfloat16().requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         METHODS[name](x, 0.1)
     assert sum(kept) == x.numel()
 
@@ -231,3 +240,22 @@ def test_merged_moments_equal_those_of_the_whole(lengths, seed):
 def test_moments_are_detached():
     x = torch.randn(8, 4, requires_grad=True)
     assert not any(part.requires_grad for part in moments(x))
+
+
+def _statistics_of_a_rank(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    # Tokens split unevenly: 8 on the first rank, 12 on the second.
+    part = torch.load(f"{folder}/x.pt").split([8, 12])[rank]
+    torch.save(batch_statistics(part, dist.group.WORLD), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_batch_statistics_do_not_depend_on_how_tokens_are_split_over_ranks(tmp_path: Path):
+    torch.manual_seed(9)
+    x = torch.randn(20, 2, 16) * 3 + torch.linspace(-500, 500, 16)
+    torch.save(x, tmp_path / "x.pt")
+    torch.multiprocessing.spawn(_statistics_of_a_rank, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for mine, other, whole in zip(first, second, batch_statistics(x, None), strict=True):
+        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-5)
