@@ -1,0 +1,171 @@
+"""A GPT model of Megatron that runs from key-value caches, through its own ``forward``.
+
+``StaticInferenceContext`` caches keys before RoPE, so each decode step ropes the whole cache again in every layer; it
+keeps full-length caches for windowed layers, and one length for all rows. The caches here sit one step later, in the
+core attention (:class:`~megatron_lengthgen.attention.core.SDPACoreAttention`), behind RoPE. The rest is what Megatron
+and PyTorch offer: a hook before the decoder hands it the rotary angles of the new tokens, row by row, and ``forward``'s
+``output_processor`` takes the last hidden state, so that no logits but the last token's are computed.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_lengthgen.attention.cache import SequenceCache
+from megatron_lengthgen.attention.core import SDPACoreAttention
+from megatron_lengthgen.errors import UserError
+
+__all__ = ["CachedForward", "vocab_parallel_argmax"]
+
+
+class CachedForward:
+    """Greedy next tokens from a model and caches.
+
+    Args:
+        model: this rank's whole model (pipeline size 1), wrapped in ``Float16Module`` or not. Its layers attend through
+            :class:`~megatron_lengthgen.attention.core.SDPACoreAttention`.
+        max_length: most tokens that a sequence may have, prompt and answer together.
+        prefill_chunk: most tokens of a prompt that go through the model at once.
+        vocab_size: ids from here on are padding of the embedding and never chosen; None where there is no padding.
+
+    Raises:
+        UserError: the model is of a kind, or laid out in a way, that cannot be run like this.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, max_length: int, prefill_chunk: int, vocab_size: int | None = None):
+        self.model = unwrap_model(model)
+        _refuse_unsupported(self.model, max_length)
+        self.prefill_chunk = prefill_chunk
+        self.vocab_size = self.model.vocab_size if vocab_size is None else vocab_size
+        self._attentions = [module for module in self.model.modules() if isinstance(module, SDPACoreAttention)]
+        self._tp_group = self.model.pg_collection.tp
+        self._device = next(self.model.parameters()).device
+        self._rotary = _rotary_table(self.model, max_length)
+
+    @torch.no_grad()
+    def prefill(self, prompt_ids: Sequence[int], cache: SequenceCache) -> int:
+        """Read a prompt into an empty cache, chunk by chunk; return the token that follows it."""
+        tokens = torch.tensor([list(prompt_ids)], device=self._device)
+        positions = torch.arange(tokens.size(1), device=self._device)[None]
+        chunks = list(zip(tokens.split(self.prefill_chunk, 1), positions.split(self.prefill_chunk, 1), strict=True))
+        for chunk in chunks[:-1]:
+            self._forward(*chunk, [cache], last=False)
+        return int(self._forward(*chunks[-1], [cache], last=True))
+
+    @torch.no_grad()
+    def decode(self, tokens: Sequence[int], positions: Sequence[int], caches: Sequence[SequenceCache]) -> list[int]:
+        """Append one token to each of several sequences; return the tokens that follow.
+
+        Args:
+            tokens: [b], the token to append to each sequence.
+            positions: [b], its position, which is the number of tokens in the cache.
+            caches: [b]
+        """
+        token_column, position_column = torch.tensor([list(tokens), list(positions)], device=self._device).unsqueeze(2)
+        return self._forward(token_column, position_column, caches, last=True).tolist()
+
+    def _forward(self, tokens: Tensor, positions: Tensor, caches: Sequence[SequenceCache], *, last: bool) -> Tensor:
+        """tokens, positions [b, s] -> next tokens [b]; without ``last``, nothing of use."""
+
+        def next_tokens(*, hidden_states, output_layer, output_weight, scale_logits, **_) -> Tensor:
+            if not last:
+                return hidden_states[-1, :, 0]
+            logits, _ = output_layer(hidden_states[-1:], weight=output_weight, runtime_gather_output=False)
+            return vocab_parallel_argmax(scale_logits(logits)[0], self.vocab_size, self._tp_group)
+
+        with self._attached(positions, caches):
+            return self.model(tokens, positions, None, output_processor=next_tokens)
+
+    @contextmanager
+    def _attached(self, positions: Tensor, caches: Sequence[SequenceCache]) -> Iterator[None]:
+        """The model's attention reads and fills ``caches`` and its tokens stand at ``positions`` [b, s]."""
+
+        def with_positions(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            if self._rotary is not None:
+                kwargs["rotary_pos_emb"] = self._rotary[positions.t()]  # [s, b, 1, d]
+            return args, kwargs
+
+        hook = self.model.decoder.register_forward_pre_hook(with_positions, with_kwargs=True)
+        for attention in self._attentions:
+            attention.caches = caches
+        try:
+            yield
+        finally:
+            hook.remove()
+            for attention in self._attentions:
+                attention.caches = None
+
+
+def vocab_parallel_argmax(logits: Tensor, vocab_size: int, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Argmax over a vocabulary that is split over ``group``, the same on each of its ranks.
+
+    Args:
+        logits: [b, vocabulary of this rank].
+        vocab_size: ids from here on are padding and never chosen.
+        group: tensor parallel group; rank r holds the r-th part of the vocabulary.
+
+    Returns:
+        [b], int64; of equal logits, the lowest id.
+    """
+    offset = group.rank() * logits.size(1)
+    real = min(max(vocab_size - offset, 0), logits.size(1))
+    if real:
+        values, ids = logits[:, :real].float().max(dim=1)
+    else:
+        values = logits.new_full((logits.size(0),), float("-inf"), dtype=torch.float32)
+        ids = torch.zeros_like(values, dtype=torch.int64)
+    if group.size() == 1:
+        return ids
+    # Both in one message: float64 holds any id and any float32 exactly.
+    mine = torch.stack([values.double(), (ids + offset).double()])
+    everyone = mine.new_empty(group.size(), *mine.shape)
+    torch.distributed.all_gather_into_tensor(everyone, mine.contiguous(), group=group)
+    best = everyone[:, 0].argmax(dim=0)
+    return everyone[:, 1].gather(0, best[None])[0].long()
+
+
+def _rotary_table(model: Any, max_length: int) -> Tensor | None:
+    """Rotary angles of all positions, [max_length, 1, d], or None for a model without rotary embeddings."""
+    if model.position_embedding_type not in ("rope", "yarn"):
+        return None
+    table = model.rotary_pos_emb(max_length)
+    if model.position_embedding_type == "yarn":
+        table = table[0]
+    return table[:, 0]
+
+
+def _refuse_unsupported(model: Any, max_length: int) -> None:
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if stages > 1:
+        raise UserError(
+            f"generation runs without pipeline parallelism, got pipeline_model_parallel_size={stages}: load the "
+            "checkpoint with 1, any checkpoint can be"
+        )
+    if not isinstance(model, GPTModel):
+        raise UserError(f"generation runs GPTModel, got {type(model).__name__}")
+    config = model.config
+    if config.sequence_parallel:
+        raise UserError("sequence_parallel cannot split one new token: load the checkpoint without it")
+    if config.apply_rope_fusion:
+        raise UserError("apply_rope_fusion cannot rope rows at different positions: load with --no-rope-fusion")
+    if config.mtp_num_layers:
+        raise UserError(f"generation does not run multi-token prediction (mtp_num_layers={config.mtp_num_layers})")
+    if model.position_embedding_type not in ("rope", "yarn", "learned_absolute", "none"):
+        raise UserError(f"generation has no position_embedding_type={model.position_embedding_type!r}")
+    if model.position_embedding_type == "learned_absolute" and max_length > model.max_sequence_length:
+        raise UserError(
+            f"max_length={max_length} is beyond the {model.max_sequence_length} learned positions of this model"
+        )
+    for layer in model.decoder.layers:
+        attention = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+        if not isinstance(attention, SDPACoreAttention):
+            raise UserError(
+                f"layer {layer.layer_number} attends through {type(attention).__name__}: build the model with "
+                "megatron_lengthgen's block spec and core_attention 'sdpa'; checkpoints fit either"
+            )

@@ -1,0 +1,221 @@
+"""Greedy generation with a Megatron model: chunked prefill, key-value caches, continuous batching."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_lengthgen.errors import UserError
+
+from .base import Request
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MegatronGenerator"]
+
+_PREFILL_CHUNK = 2048
+_DEFAULT_SEQUENCES = 4
+
+
+class MegatronGenerator:
+    """Runs a GPT model at any tensor parallel size, pipeline size 1.
+
+    A prompt is read alone, in chunks that bound the memory of activations. Then all sequences that fit decode together,
+    each with a cache of its own length: none is padded, one that ends makes room for the next at once. All ranks of a
+    tensor parallel group are given the same requests and take the same decisions, because these depend on the requests
+    and on tokens that all of them agree on.
+
+    Args:
+        model: this rank's model; see :class:`~.cached_forward.CachedForward` for what it must be.
+        max_length: most tokens that a request may need, prompt and answer together.
+        max_batch_tokens: tokens for which caches are held at the same time, over all sequences that decode together;
+            None for four times ``max_length``. A token takes ``2 * layers * num_query_groups * kv_channels`` values,
+            spread over the tensor parallel group; fewer where layers have windows.
+        prefill_chunk: most tokens of a prompt that go through the model at once; None for 2048.
+        vocab_size: ids from here on are padding of the embedding and never chosen; None where there is no padding.
+
+    Raises:
+        UserError: an argument is out of range, or the model cannot be run like this.
+    """
+
+    def __init__(
+        self,
+        model: "torch.nn.Module",
+        *,
+        max_length: int,
+        max_batch_tokens: int | None = None,
+        prefill_chunk: int | None = None,
+        vocab_size: int | None = None,
+    ):
+        _check_sizes(max_length, max_batch_tokens, prefill_chunk)
+        from .cached_forward import CachedForward
+
+        self.max_length = max_length
+        self.max_batch_tokens = _DEFAULT_SEQUENCES * max_length if max_batch_tokens is None else max_batch_tokens
+        self._run = CachedForward(
+            model,
+            max_length=max_length,
+            prefill_chunk=_PREFILL_CHUNK if prefill_chunk is None else prefill_chunk,
+            vocab_size=vocab_size,
+        )
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: str,
+        *,
+        tensor_parallel: int = 1,
+        dtype: str = "bf16",
+        max_length: int,
+        max_batch_tokens: int | None = None,
+        prefill_chunk: int | None = None,
+    ) -> "MegatronGenerator":
+        """Load a ``torch_dist`` checkpoint of any layout; under ``torchrun``, every rank calls it.
+
+        Args:
+            checkpoint: an iteration's directory, or its parent.
+            tensor_parallel: ranks that one model is split over; the others hold copies and share the requests.
+            dtype: ``bf16``, ``fp16`` or ``fp32``.
+            max_length: see the class.
+            max_batch_tokens: see the class.
+            prefill_chunk: see the class.
+
+        Raises:
+            UserError: as the class, or the checkpoint cannot be loaded.
+        """
+        _check_sizes(max_length, max_batch_tokens, prefill_chunk)
+        from megatron_lengthgen.checkpoint.load import load_model
+
+        model, args = load_model(
+            checkpoint, tensor_parallel=tensor_parallel, dtype=dtype, overrides={"no_rope_fusion": True}
+        )
+        return cls(
+            model,
+            max_length=max_length,
+            max_batch_tokens=max_batch_tokens,
+            prefill_chunk=prefill_chunk,
+            vocab_size=args.vocab_size,
+        )
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of the requests this process is to be given."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many shares the requests are to be cut."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_world_size()
+
+    @property
+    def is_first_tensor_rank(self) -> bool:
+        """Whether this process is the one of its tensor parallel group that records the answers."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_tensor_model_parallel_rank() == 0
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[int]]]:
+        """Continue prompts greedily; see :class:`~.base.Generator`.
+
+        The model is in evaluation mode until the iterator is exhausted or closed.
+
+        Raises:
+            UserError: at once, when a request does not fit.
+        """
+        requests = list(requests)
+        for position, request in enumerate(requests):
+            self._check(position, request)
+        return self._generate(requests)
+
+    def _check(self, position: int, request: Request) -> None:
+        if not request.prompt_ids:
+            raise UserError(f"request {position} has an empty prompt; give it at least one token")
+        if request.max_new_tokens < 1:
+            raise UserError(f"request {position} asks for {request.max_new_tokens} new tokens; ask for at least 1")
+        needed = len(request.prompt_ids) + request.max_new_tokens
+        if needed > self.max_length:
+            raise UserError(
+                f"request {position} needs {needed} tokens ({len(request.prompt_ids)} of prompt), more than "
+                f"max_length={self.max_length}: raise it or shorten the prompt"
+            )
+        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+        if lowest < 0 or highest >= self._run.vocab_size:
+            raise UserError(
+                f"request {position} holds token {lowest if lowest < 0 else highest}, outside the vocabulary of "
+                f"{self._run.vocab_size}: tokenizer and model do not belong together"
+            )
+
+    def _generate(self, requests: list[Request]) -> Iterator[tuple[int, list[int]]]:
+        from megatron_lengthgen.attention.cache import SequenceCache
+
+        in_training = [module for module in self._run.model.modules() if module.training]
+        self._run.model.eval()
+        try:
+            waiting = deque(_Sequence(position, request) for position, request in enumerate(requests))
+            running: list[_Sequence] = []
+            while waiting or running:
+                while waiting and sum(s.capacity for s in running) + waiting[0].capacity <= self.max_batch_tokens:
+                    sequence = waiting.popleft()
+                    sequence.cache = SequenceCache(sequence.capacity)
+                    if sequence.take(self._run.prefill(sequence.request.prompt_ids, sequence.cache)):
+                        yield sequence.position, sequence.new
+                    else:
+                        running.append(sequence)
+                if not running:
+                    continue
+                tokens = self._run.decode(
+                    [s.new[-1] for s in running], [s.length - 1 for s in running], [s.cache for s in running]
+                )
+                # Ended sequences leave before anything is yielded, so that their caches are free.
+                ended = [s for s, token in zip(running, tokens, strict=True) if s.take(token)]
+                running = [s for s in running if not s.done]
+                for sequence in ended:
+                    yield sequence.position, sequence.new
+        finally:
+            for module in in_training:
+                module.training = True
+
+
+@dataclass
+class _Sequence:
+    """A request on its way."""
+
+    position: int
+    request: Request
+    new: list[int] = field(default_factory=list)
+    cache: Any = None
+    done: bool = False
+
+    @property
+    def capacity(self) -> int:
+        return len(self.request.prompt_ids) + self.request.max_new_tokens
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt_ids) + len(self.new)
+
+    def take(self, token: int) -> bool:
+        """Add the next token; return whether this ends the answer. A stop token does, and is not part of it."""
+        stop = token in self.request.stop_ids
+        if not stop:
+            self.new.append(token)
+        self.done = stop or len(self.new) == self.request.max_new_tokens
+        if self.done:
+            self.cache = None
+        return self.done
+
+
+def _check_sizes(max_length: int, max_batch_tokens: int | None, prefill_chunk: int | None) -> None:
+    if max_length < 2:
+        raise UserError(f"max_length must leave room for a prompt and an answer, got {max_length}")
+    if max_batch_tokens is not None and max_batch_tokens < max_length:
+        raise UserError(
+            f"max_batch_tokens={max_batch_tokens} does not hold one sequence of max_length={max_length}: raise it"
+        )
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise UserError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
