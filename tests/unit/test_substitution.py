@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -156,6 +157,21 @@ def test_checkpoint_keys_equal_the_stock_specs(placement, sites):
     assert ours.state_dict().keys() == stock.state_dict().keys()
     assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
     assert len(list(norm.sites(ours))) == 2 * 3 + ("output" in sites)
+
+
+@pytest.mark.parametrize("direction", ["stock to ours", "ours to stock"])
+def test_a_checkpoint_of_one_loads_into_the_other(tmp_path, direction):
+    config = make_config()
+    regularization = Regularization("vpad", p=0.1, sites=("attention", "mlp", "output"))
+    models = [build(stock_block(config), config), build(gpt.block_spec(config, regularization), config)]
+    source, target = models if direction == "stock to ours" else reversed(models)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.fill_(7)
+    dist_checkpointing.save(source.sharded_state_dict(prefix=""), str(tmp_path))
+    target.load_state_dict(dist_checkpointing.load(target.sharded_state_dict(prefix=""), str(tmp_path)))
+    for name, parameter in target.named_parameters():
+        assert torch.equal(parameter, source.get_parameter(name)), name
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
