@@ -1,0 +1,185 @@
+"""The command line: bad input, a run, its continuation and a comparison."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from ruler_fixtures import ESSAY, save_model
+
+from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.evaluation.fingerprint import fingerprint, megatron_iteration
+
+TOOL = Path(__file__).parents[2] / "tools" / "eval_longctx.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def essay_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("essays") / "essay.txt"
+    file.write_text(ESSAY, encoding="utf-8")
+    return file
+
+
+def load_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("eval_longctx", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["eval_longctx.py", *map(str, arguments)])
+    load_tool().main()
+
+
+def ruler_arguments(model: Path, essay_file: Path, output: Path, *more: str) -> list[str | Path]:
+    usual: list[str | Path] = ["ruler", "--hf", model, "--essays", essay_file, "--output", output, "--dtype", "fp32"]
+    usual += [
+        "--max-new-tokens",
+        "4",
+        "--tasks",
+        "niah_single_1,niah_single_2",
+        "--lengths",
+        "768,1k",
+        "--samples",
+        "2",
+    ]
+    return [*usual, *more]
+
+
+def test_a_run_its_continuation_and_a_comparison(
+    model: Path, essay_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(
+        monkeypatch, *ruler_arguments(model, essay_file, tmp_path / "a", "--name", "first", "--note", "Random weights.")
+    )
+    printed = capsys.readouterr().out
+    assert f"Results will be in {tmp_path / 'a' / 'summary.md'}" in printed
+    assert "0 of 8 samples are done, 8 to do" in printed and "mean (2 of 13 tasks)" in printed
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["complete"] and summary["lengths"] == [768, 1024] and summary["note"] == "Random weights."
+    assert summary["identity"]["max_new_tokens"] == 4
+
+    # A second start does nothing again: the engine is not even loaded.
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    call(monkeypatch, *ruler_arguments(model, essay_file, tmp_path / "a", "--name", "first"))
+    assert "8 of 8 samples are done, 0 to do" in capsys.readouterr().out
+    with pytest.raises(UserError, match="seed = 42, this start has 7"):
+        call(monkeypatch, *ruler_arguments(model, essay_file, tmp_path / "a", "--seed", "7"))
+    monkeypatch.undo()
+
+    call(monkeypatch, *ruler_arguments(model, essay_file, tmp_path / "b", "--name", "second"))
+    call(
+        monkeypatch, "compare", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "c", "--note", "Twice the same."
+    )
+    result = json.loads((tmp_path / "c" / "compare.json").read_text())
+    assert [row["difference"] for row in result["rows"]] == [0.0] * 4 and result["rows"][0]["pairs"] == 2
+    assert result["differing_settings"] == []
+    assert "Twice the same." in (tmp_path / "c" / "compare.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--lengths", "4096.5"], "--lengths takes whole numbers"),
+        (["--lengths", "0"], "--lengths takes whole numbers"),
+        (["--lengths", "1k,1024"], "names a length twice"),
+        (["--lengths", "4"], "length 4 is too small for niah_single_1"),
+        (["--samples", "0"], "--samples must be positive, got 0"),
+        (["--tasks", "cwe"], "'cwe' is one of RULER's tasks but not available here"),
+        (["--essays", "/nowhere"], "--essays /nowhere does not exist"),
+        (["--tokenizer", "/nowhere"], "--tokenizer /nowhere does not exist"),
+        (["--tensor-parallel", "2"], "--tensor-parallel is for --checkpoint"),
+        (["--stop-token", "<nope>"], "'<nope>' is not in the tokenizer's vocabulary"),
+    ],
+)
+def test_bad_arguments(
+    model: Path, essay_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        call(monkeypatch, *ruler_arguments(model, essay_file, tmp_path / "run", *more))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_is_no_model(essay_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"holds no config.json"):
+        call(monkeypatch, *ruler_arguments(tmp_path / "empty", essay_file, tmp_path / "run"))
+
+
+def checkpoint(directory: Path, iteration: str = "iter_0000010", tracker: str | None = "10") -> Path:
+    (directory / iteration).mkdir(parents=True)
+    (directory / iteration / "metadata.json").write_text("{}")
+    (directory / iteration / "__0_0.distcp").write_bytes(bytes(3_000_000))
+    if tracker is not None:
+        (directory / "latest_checkpointed_iteration.txt").write_text(tracker)
+    return directory
+
+
+def test_a_checkpoint_without_its_metadata_is_named_before_torch_is_imported(tmp_path: Path) -> None:
+    (checkpoint(tmp_path / "ckpt") / "iter_0000010" / "metadata.json").unlink()
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = ['x', 'ruler', '--checkpoint', {str(tmp_path / 'ckpt')!r}, '--tokenizer', 't', '--output', 'o',"
+        " '--tasks', 'niah_single_1', '--lengths', '1k']\n"
+        "try:\n"
+        f"    runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    print('torch' in sys.modules, end.code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert "metadata.json is missing" in done.stderr and done.stdout.split() == ["False", "2"]
+
+
+def test_tensor_parallel_must_divide_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    where = checkpoint(tmp_path / "ckpt")
+    with pytest.raises(UserError, match="--tensor-parallel 2 does not divide the 3 processes"):
+        call(
+            monkeypatch,
+            *("ruler", "--checkpoint", where, "--tokenizer", "t", "--output", tmp_path / "o"),
+            *("--tasks", "niah_single_1", "--lengths", "1k", "--tensor-parallel", "2"),
+        )
+
+
+def test_the_newest_iteration_of_a_checkpoint(tmp_path: Path) -> None:
+    assert megatron_iteration(str(checkpoint(tmp_path / "a"))).name == "iter_0000010"
+    assert megatron_iteration(str(checkpoint(tmp_path / "b", "release", "release"))).name == "release"
+    inner = checkpoint(tmp_path / "c", tracker=None) / "iter_0000010"
+    assert megatron_iteration(str(inner)) == inner
+    with pytest.raises(UserError, match="neither an iteration nor 'release'"):
+        megatron_iteration(str(checkpoint(tmp_path / "d", tracker="ten")))
+
+
+@pytest.mark.parametrize("place", [0, 1_500_000, 2_999_999])
+def test_a_fingerprint_follows_the_weights_and_not_the_place(tmp_path: Path, place: int) -> None:
+    one, two = (megatron_iteration(str(checkpoint(tmp_path / name))) for name in "ab")
+    assert fingerprint(one) == fingerprint(two)
+    with open(two / "__0_0.distcp", "r+b") as file:
+        file.seek(place)
+        file.write(b"\x01")
+    assert fingerprint(one) != fingerprint(two)
+
+
+def test_two_processes_share_a_run(model: Path, essay_file: Path, tmp_path: Path) -> None:
+    arguments = [str(a) for a in ruler_arguments(model, essay_file, tmp_path / "run", "--samples", "3")]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, str(TOOL), *arguments], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["complete"]
+    parts = {path.name for path in (tmp_path / "run" / "predictions" / "niah_single_1").iterdir()}
+    assert parts == {"768.0.jsonl", "768.1.jsonl", "1024.0.jsonl", "1024.1.jsonl"}
+    assert done.stdout.count("Results will be in") == 1
