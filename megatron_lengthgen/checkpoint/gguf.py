@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.files import atomic_directory
-from megatron_lengthgen.models.llama import megatron_args
+from megatron_lengthgen.models.llama import ARCHITECTURES, megatron_args
 
 __all__ = ["gguf_to_hugging_face", "is_complete"]
 
@@ -41,32 +41,60 @@ def gguf_to_hugging_face(file: str | os.PathLike[str], destination: str | os.Pat
         import gguf  # noqa: F401 - transformers imports it late and by name
     except ImportError:
         raise UserError("reading GGUF needs the gguf package: pip install 'megatron-lengthgen[hf]'") from None
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    config, tokenizer, model = _read(file)
+    with atomic_directory(destination) as temporary:
+        try:
+            model.save_pretrained(temporary)
+            # The tokenizer of a GGUF file may name other special tokens than the model's own metadata beside it.
+            for name in ("bos", "eos", "pad", "unk"):
+                token = getattr(config, f"{name}_token_id", None)
+                if token is not None:
+                    setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
+            tokenizer.save_pretrained(temporary)
+            for written in temporary.iterdir():
+                # safetensors writes for its owner alone.
+                written.chmod(0o666 & ~_umask())
+        except Exception as error:
+            raise UserError(f"{destination} could not be written: {error}") from error
+    return True
+
+
+def _read(file: Path) -> tuple[Any, Any, Any]:
+    """Configuration, tokenizer and a model that can be saved.
+
+    Each of the three parses the file's metadata once more, which is what takes the time; the Auto classes would do it
+    oftener.
+    """
+    import torch
+    from transformers import AutoConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        config = AutoConfig.from_pretrained(**where)
+        if config.model_type != "llama":
+            raise UserError(f"{file} holds a {config.model_type} model; supported: {', '.join(ARCHITECTURES)}")
+        config.architectures = list(ARCHITECTURES)
+        megatron_args(config.to_dict())
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(**where)
+        loaded = LlamaForCausalLM.from_pretrained(**where, config=config, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError, KeyError, IndexError) as error:
         raise UserError(f"transformers cannot read {file}: {' '.join(str(error).split())[:300]}") from error
-    config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.architectures = [type(loaded).__name__]
-    megatron_args(config.to_dict())
     # A model that came from a GGUF file refuses save_pretrained: give its weights to a fresh one, without a copy.
     with torch.device("meta"):
-        fresh = type(loaded)(config)
+        fresh = LlamaForCausalLM(config)
     fresh.load_state_dict(loaded.state_dict(), assign=True)
     fresh.tie_weights()
     fresh.generation_config = loaded.generation_config
-    with atomic_directory(destination) as temporary:
-        try:
-            fresh.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
-        except OSError as error:
-            raise UserError(f"{destination} could not be written: {error}") from error
-    return True
+    return config, tokenizer, fresh
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _check_magic(file: Path) -> None:

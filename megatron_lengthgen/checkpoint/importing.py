@@ -60,6 +60,8 @@ def import_model(
         UserError: before anything is built or written, except when the disk is full.
     """
     destination = Path(destination)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("import runs in one process: start it without torchrun; the result loads on any layout")
     if dtype not in DTYPES:
         raise UserError(f"unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}")
     if make_vocab_size_divisible_by < 1:
@@ -165,8 +167,10 @@ def _save(
 
     from megatron.core.utils import unwrap_model
     from megatron.training.checkpointing import save_checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    from megatron_lengthgen.models.build import build_model, initialize
+    from megatron_lengthgen.checkpoint.process import initialize, reason
+    from megatron_lengthgen.models.build import build_model
 
     initialize(args)
     chunks = build_model(args)
@@ -174,8 +178,8 @@ def _save(
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             save_checkpoint(0, chunks, None, None, 0, release=True)
-    except Exception as error:
-        raise UserError(f"the checkpoint could not be written to {directory.parent}: {_reason(error)}") from error
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        raise UserError(f"the checkpoint could not be written to {directory.parent}: {reason(error)}") from error
 
 
 def _fill(
@@ -191,10 +195,3 @@ def _fill(
         for done, entry in enumerate(entries, start=1):
             parameters[entry.megatron].copy_(entry.pack([opened.tensor(name) for name in entry.hugging_face]))
             progress(done, len(entries))
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost cause: torch.distributed.checkpoint wraps a full disk in a traceback of its own."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -212,7 +212,8 @@ def load_model(
 
     from megatron.core.utils import unwrap_model
 
-    from megatron_lengthgen.models.build import build_model, initialize
+    from megatron_lengthgen.checkpoint.process import initialize
+    from megatron_lengthgen.models.build import build_model
 
     initialize(args)
     model = unwrap_model(build_model(args))[0]
@@ -297,16 +298,18 @@ def _model_arg_names() -> list[str]:
 def _load_weights(model: Any, path: Path, content: dict[str, Any]) -> None:
     """Megatron's distributed load with every key of the model and of the checkpoint accounted for."""
     from megatron.core import dist_checkpointing, mpu
-    from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.validation import StrictHandling
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from megatron_lengthgen.checkpoint.process import reason
 
     metadata = content | {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     sharded = {"model": model.sharded_state_dict(metadata=metadata)}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             state, missing, unexpected = dist_checkpointing.load(sharded, str(path), strict=StrictHandling.RETURN_ALL)
-    except (CheckpointingException, RuntimeError, OSError) as error:
-        raise UserError(f"the weights in {path} do not fit the model of its arguments: {error}") from error
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        raise UserError(f"the weights in {path} do not fit the model of its arguments: {reason(error)}") from error
     left_over = sorted(filter(is_model_key, missing))
     absent = sorted(filter(is_model_key, unexpected))
     if left_over or absent:
