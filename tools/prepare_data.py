@@ -62,22 +62,31 @@ def arguments() -> argparse.Namespace:
 @contextlib.contextmanager
 def progress_display() -> Iterator[Callable[[corpus.Progress], None]]:
     """A bar on a terminal, a line every ten seconds elsewhere."""
-    started = time.monotonic()
+    first: tuple[float, corpus.Progress] | None = None
+
+    def rate_and_left(state: corpus.Progress) -> tuple[float, float]:
+        """Tokens per second and seconds left, both since the first report: what came before was loading."""
+        nonlocal first
+        now = time.monotonic()
+        if first is None:
+            first = now, state
+        seconds, done = max(now - first[0], 1e-9), state.done - first[1].done
+        return (state.tokens - first[1].tokens) / seconds, seconds * (state.total - state.done) / max(done, 1)
 
     def words(state: corpus.Progress) -> str:
-        rate = state.tokens / max(time.monotonic() - started, 1e-9)
+        rate, _ = rate_and_left(state)
         bad = f", {state.bad} bad" if state.bad else ""
         return f"{state.documents:,} documents, {state.tokens:,} tokens{bad}, {rate:,.0f} tokens/s"
 
     if not sys.stderr.isatty():
-        last = started
+        last: float | None = None
 
         def line(state: corpus.Progress) -> None:
             nonlocal last
-            now = time.monotonic()
+            now, (_, left) = time.monotonic(), rate_and_left(state)
+            last = now if last is None else last
             if now - last >= 10:
                 last = now
-                left = (now - started) * (state.total - state.done) / max(state.done, 1)
                 share = 100 * state.done / max(state.total, 1)
                 print(f"{share:3.0f}% {words(state)}, {left:,.0f} s left", file=sys.stderr, flush=True)
 
@@ -130,7 +139,7 @@ def show(report: corpus.Report, prefix: str) -> None:
 def main() -> None:
     chosen = arguments()
     # Megatron mentions optional kernels that are missing; none of them matters to text.
-    warnings.filterwarnings("ignore", message=".*Apex.*")
+    warnings.filterwarnings("ignore", message=".*(Apex|transformer-engine).*")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"writing {chosen.output}.bin, .idx and .report.json", file=sys.stderr, flush=True)
     with progress_display() as progress:
