@@ -517,7 +517,7 @@ def test_a_tensor_parallel_size_that_does_not_divide_the_embedding(tmp_path: Pat
 def test_weights_that_are_not_this_models_are_refused(
     imported: Path, overrides: dict[str, Any], megatron_single: Any
 ) -> None:
-    with pytest.raises(UserError, match="does not hold this model|do not fit the model"):
+    with pytest.raises(UserError, match=r"does not hold this model|do not fit the model"):
         load.load_model(imported, dtype="fp32", overrides=overrides)
 
 
@@ -545,7 +545,8 @@ def test_smollm2_from_gguf_equals_transformers(tmp_path: Path, megatron_single: 
     file = os.environ.get("LENGTHGEN_SMOLLM2_GGUF")
     if not file:
         pytest.skip("LENGTHGEN_SMOLLM2_GGUF is not set")
-    for command in (["gguf", file, tmp_path / "hf"], ["import", tmp_path / "hf", tmp_path / "mg"]):
+    commands: list[list[Any]] = [["gguf", file, tmp_path / "hf"], ["import", tmp_path / "hf", tmp_path / "mg"]]
+    for command in commands:
         subprocess.run([sys.executable, TOOL, *command], check=True)
     config = LlamaConfig.from_pretrained(tmp_path / "hf")
     reference = LlamaForCausalLM(config).eval()
