@@ -1,5 +1,6 @@
 """Errors that are the user's to fix, and how a command line shows them."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -11,10 +12,14 @@ class UserError(Exception):
 
 
 def run(main: Callable[[], None]) -> int:
-    """Run a command line; turn a :class:`UserError` into one line on stderr and exit status 2."""
+    """Run a command line; turn a :class:`UserError` into one line on stderr and exit status 2.
+
+    Under torchrun the line of every rank but the first names its rank.
+    """
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        rank = os.environ.get("RANK", "0")
+        print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
         return 2
     return 0

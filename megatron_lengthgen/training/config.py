@@ -137,6 +137,7 @@ def _resolve(values: dict[str, Any], section: dict[str, Any]) -> RunConfig:
     # Without an interval Megatron divides by None once the model is built.
     values.setdefault("eval_interval", 1000)
     if values.get("save") is not None:
+        values.setdefault("save_interval", 1000)
         # A second start goes on where the first one stopped.
         values.setdefault("load", values["save"])
         values.setdefault("tensorboard_dir", os.path.join(str(values["save"]), "tensorboard"))

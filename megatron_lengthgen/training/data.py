@@ -6,14 +6,14 @@ __all__ = ["train_valid_test_datasets"]
 
 
 def train_valid_test_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """The dataset provider that ``pretrain()`` calls on the first tensor-parallel rank of every group.
+    """The dataset provider that ``pretrain()`` calls on every rank.
 
     Args:
         num_samples: sequences wanted for training, validation and test.
         vp_stage: virtual pipeline stage, if any.
 
     Returns:
-        The three ``GPTDataset`` blends; ``None`` where a split is empty.
+        The three ``GPTDataset`` blends; ``None`` where a split is empty, or where this rank reads no data.
     """
     from megatron.core import mpu
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -44,3 +44,7 @@ def train_valid_test_datasets(num_samples: list[int], vp_stage: int | None = Non
 
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_here, config).build()
+
+
+# Every rank calls the builder, whose barrier spans all of them; `is_built_here` decides who reads the files.
+setattr(train_valid_test_datasets, "is_distributed", True)  # noqa: B010 (a type checker knows no such attribute)

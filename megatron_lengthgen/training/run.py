@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 from pathlib import Path
@@ -98,7 +99,8 @@ def dry_run(run: run_config.RunConfig) -> None:
 
     ranks = _model_parallel_size(run.megatron)
     with _world_size(max(ranks, int(os.environ.get("WORLD_SIZE", "1")))):
-        args = run_config.parse(run)
+        # TensorBoard's writer would start a log.
+        args = run_config.parse(dataclasses.replace(run, megatron={**run.megatron, "tensorboard_dir": None}))
     _print_configuration(args, run)
     with _world_size(1):
         alone = run_config.parse(

@@ -1,0 +1,37 @@
+"""Start a script under torchrun and read what a training run logged."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["losses", "torchrun"]
+
+
+def torchrun(processes: int, script: Path, *arguments: object, timeout: float = 600) -> str:
+    """Run ``script`` on ``processes`` ranks; returns its output, which is shown in full when it fails."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        str(script),
+        *map(str, arguments),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    result = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+def losses(run: Path) -> list[float]:
+    """The training losses, step by step, that Megatron wrote to TensorBoard for a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    by_step = {event.step: event.value for event in events.Scalars("lm loss")}
+    return [by_step[step] for step in sorted(by_step)]
