@@ -4,10 +4,9 @@ Shapes: b batch, h query heads, g key heads (h a multiple of g), sq queries, sk 
 ``sq`` of ``sk`` positions (bottom-right alignment), so a cached prefix or a prefill chunk needs no extra argument. A
 window of W tokens lets a query see exactly W keys, itself included.
 
-Memory is linear in length, except for the mask of a chunk behind a prefix ([sq, sk], shared by all heads and layers)
-and for SDPA's own choice with dropout on a CPU. The time of a windowed call is linear in length: the first W queries
-see everything before them (plain causal attention); the others are cut into blocks of B queries against B + W keys
-that share one band mask and go through one SDPA call.
+Memory is linear in length, except for SDPA's own choice with dropout on a CPU. The time of a windowed call is linear in
+length: the first W queries see everything before them (plain causal attention); the others are cut into blocks of B
+queries against B + W keys that share one band mask and go through one SDPA call.
 """
 
 from functools import lru_cache
@@ -17,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["block_length", "causal_attention", "masked_attention"]
+
+
+_PREFIX_BLOCK = 256
 
 
 def causal_attention(
@@ -104,10 +106,20 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None, drop
         return _sdpa(query, key, value, scale, dropout)
     if sq == sk:
         return _sdpa(query, key, value, scale, dropout, causal=True)
-    # SDPA's is_causal is aligned top-left. Additive, because SDPA converts a boolean mask on each call.
-    capacity = 1 << (sk - 1).bit_length()
-    mask = _lower_right_mask(sq, capacity, query.dtype, query.device)[:, capacity - sk :]
-    return _sdpa(query, key, value, scale, dropout, mask=mask)
+    # SDPA's is_causal is aligned top-left, so behind a prefix a mask has to say it. Block by block little is computed
+    # in vain, and one mask of a block's height serves all. Additive: SDPA converts a boolean mask on each call.
+    capacity = _PREFIX_BLOCK + (1 << (sk - 1).bit_length())
+    mask = _lower_right_mask(_PREFIX_BLOCK, capacity, query.dtype, query.device)
+    parts = []
+    for start in range(0, sq, _PREFIX_BLOCK):
+        part = query[:, :, start : start + _PREFIX_BLOCK]
+        rows = part.size(2)
+        end = sk - sq + start + rows
+        # The lower right corner of the mask; a shorter block leaves out rows at the bottom and as many columns.
+        last = capacity - (_PREFIX_BLOCK - rows)
+        seen = mask[:rows, last - end : last]
+        parts.append(_sdpa(part, key[:, :, :end], value[:, :, :end], scale, dropout, mask=seen))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None, dropout: float) -> Tensor:
@@ -183,7 +195,7 @@ def _sdpa(
 
 @lru_cache(maxsize=2)
 def _lower_right_mask(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[rows, columns], 0 where seen and -inf elsewhere; the last ``sk`` columns serve any sk up to ``columns``."""
+    """[rows, columns], 0 where seen and -inf elsewhere, aligned bottom-right; its corner serves any number of keys."""
     with torch.inference_mode(False):  # a mask made during inference must serve training too
         mask = torch.full((rows, columns), float("-inf"), dtype=dtype, device=device)
         return mask.triu_(columns - rows + 1)
