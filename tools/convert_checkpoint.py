@@ -3,7 +3,9 @@
 
 import argparse
 import json
+import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ from megatron_lengthgen import errors
 
 def main() -> None:
     arguments = _parser().parse_args()
+    # Megatron and torch tell at length which optional kernels are absent; conversion uses none.
+    warnings.filterwarnings("ignore")
+    for name in ("megatron", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     {"import": _import, "gguf": _gguf, "info": _info}[arguments.command](arguments)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 import uuid
@@ -15,6 +16,7 @@ import torch
 
 from megatron_lengthgen import megatron_args
 from megatron_lengthgen.checkpoint import huggingface, load
+from megatron_lengthgen.checkpoint.process import LOCAL, initialize, reason
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.files import atomic_directory, write_json
 from megatron_lengthgen.models import llama
@@ -75,6 +77,8 @@ def import_model(
         return False
     opened.check(entries, tied=not values["untie_embeddings_and_output_weights"])
 
+    _check_space(destination, values, entries, dtype)
+
     with _write(destination, replaces) as temporary:
         huggingface.copy_side_files(opened.root, temporary / load.HUGGING_FACE)
         tokenizer = {
@@ -124,6 +128,20 @@ def _is_occupied(destination: Path, origin: dict[str, Any], force: bool) -> bool
     )
 
 
+def _check_space(destination: Path, values: dict[str, Any], entries: list[llama.Entry], dtype: str) -> None:
+    """Megatron's writer says nothing intelligible about a full disk, and minutes later."""
+    parameters = sum(math.prod(shape) for entry in entries for shape in entry.shapes)
+    padding = (values["padded_vocab_size"] - values["vocab_size"]) * values["hidden_size"]
+    needed = (parameters + 2 * padding) * (2 if dtype == "bf16" else 4)
+    existing = next(parent for parent in destination.resolve().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(
+            f"{destination} needs {needed / 1e6:,.0f} MB, but {existing} has {free / 1e6:,.0f} MB free: "
+            "make room or choose another disk"
+        )
+
+
 @contextlib.contextmanager
 def _write(destination: Path, replaces: bool) -> Iterator[Path]:
     """A temporary directory that becomes ``destination``; what it replaces is moved aside until then."""
@@ -152,8 +170,7 @@ def _save(
         {
             **values,
             "micro_batch_size": 1,
-            # Its sharded keys are Transformer Engine's as well (gpt_layer_specs.py::get_gpt_layer_local_spec).
-            "transformer_impl": "local",
+            **LOCAL,
             "use_cpu_initialization": True,
             "no_initialization": True,
             "tokenizer_type": "NullTokenizer",
@@ -169,7 +186,6 @@ def _save(
     from megatron.training.checkpointing import save_checkpoint
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from megatron_lengthgen.checkpoint.process import initialize, reason
     from megatron_lengthgen.models.build import build_model
 
     initialize(args)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lengthgen import backends, megatron_args
+from megatron_lengthgen.checkpoint.process import LOCAL, initialize, reason
 from megatron_lengthgen.errors import UserError
 
 __all__ = [
@@ -46,7 +47,6 @@ _MODEL_ARGS = (
     "rotary_percent",
     "rotary_seq_len_interpolation_factor",
     "seq_length",
-    "spec",
     "squared_relu",
     "swiglu",
     "untie_embeddings_and_output_weights",
@@ -162,12 +162,20 @@ def _stored(path: Path) -> tuple[argparse.Namespace, dict[str, Any]]:
 
 
 def tokenizer_dir(checkpoint: str | os.PathLike[str]) -> Path | None:
-    """The directory with the tokenizer and ``config.json`` that an imported checkpoint carries, or ``None``."""
+    """The local directory with the Hugging Face tokenizer of a checkpoint, or ``None``.
+
+    It is looked for in the checkpoint (import puts it there), then where the training run took its tokenizer from, then
+    in the checkpoint that the run started from.
+    """
     path = find_checkpoint(checkpoint)
-    for parent in (path, path.parent):
-        if (parent / HUGGING_FACE / "config.json").is_file():
-            return parent / HUGGING_FACE
-    return None
+    candidates = [path / HUGGING_FACE, path.parent / HUGGING_FACE]
+    args = _stored(path)[0]
+    if getattr(args, "tokenizer_type", None) == "HuggingFaceTokenizer" and args.tokenizer_model:
+        candidates.append(Path(args.tokenizer_model))
+    if getattr(args, "pretrained_checkpoint", None):
+        candidates.append(Path(args.pretrained_checkpoint) / HUGGING_FACE)
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    return next((directory for directory in candidates if any((directory / name).is_file() for name in names)), None)
 
 
 def is_model_key(key: str) -> bool:
@@ -212,7 +220,6 @@ def load_model(
 
     from megatron.core.utils import unwrap_model
 
-    from megatron_lengthgen.checkpoint.process import initialize
     from megatron_lengthgen.models.build import build_model
 
     initialize(args)
@@ -226,6 +233,10 @@ def _check_layout(stored: argparse.Namespace, tensor_parallel: int) -> None:
         raise UserError(f"tensor parallel size must be at least 1, got {tensor_parallel}")
     if getattr(stored, "hybrid_layer_pattern", None):
         raise UserError(f"hybrid model ({stored.hybrid_layer_pattern}): only GPT checkpoints can be loaded here")
+    # In evaluation our own specs compute what the stock one does; another's cannot be known.
+    spec = getattr(stored, "spec", None)
+    if spec and not str(spec[0]).startswith("megatron_lengthgen."):
+        raise UserError(f"the checkpoint was trained with --spec {' '.join(spec)}, which cannot be rebuilt here")
     groups = stored.num_query_groups if stored.group_query_attention else stored.num_attention_heads
     for name, value in (
         ("num_attention_heads", stored.num_attention_heads),
@@ -267,6 +278,7 @@ def _arguments(
             "max_position_embeddings": stored.max_position_embeddings,
             "position_embedding_type": stored.position_embedding_type,
             "micro_batch_size": 1,
+            **LOCAL,
             "tensor_model_parallel_size": tensor_parallel,
             "tokenizer_type": "NullTokenizer",
             "vocab_size": stored.vocab_size or stored.padded_vocab_size,
@@ -300,8 +312,6 @@ def _load_weights(model: Any, path: Path, content: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing, mpu
     from megatron.core.dist_checkpointing.validation import StrictHandling
     from torch.distributed.checkpoint.api import CheckpointException
-
-    from megatron_lengthgen.checkpoint.process import reason
 
     metadata = content | {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     sharded = {"model": model.sharded_state_dict(metadata=metadata)}

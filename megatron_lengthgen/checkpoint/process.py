@@ -1,10 +1,19 @@
 """Megatron's state of a process that may hold several models, one after the other, on different layouts."""
 
 import argparse
+from typing import Any
 
 from megatron_lengthgen.models import build
 
-__all__ = ["initialize", "reason"]
+__all__ = ["LOCAL", "initialize", "reason"]
+
+LOCAL: dict[str, Any] = {
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "no_gradient_accumulation_fusion": True,
+}
+"""Megatron arguments for building a model without kernels that not every machine has. The sharded keys of the local spec
+are Transformer Engine's as well (``gpt_layer_specs.py::get_gpt_layer_local_spec``)."""
 
 
 def initialize(args: argparse.Namespace) -> None:

@@ -69,7 +69,6 @@ def on_pipeline_ranks(checkpoint: str, **more: Any) -> torch.Tensor | None:
         {
             "use_checkpoint_args": True,
             "load": checkpoint,
-            "finetune": True,
             "pipeline_model_parallel_size": 2,
             "micro_batch_size": 1,
             "use_tokenizer_model_from_checkpoint_args": False,
@@ -98,7 +97,7 @@ def ranks(imported: str, trained: str, out: str) -> None:
         "imported_tp2": on_tensor_parallel_ranks(imported),
         "trained_tp2": on_tensor_parallel_ranks(trained),
         "imported_pp2": on_pipeline_ranks(imported),
-        "trained_pp2": on_pipeline_ranks(trained, **WINDOWS),
+        "trained_pp2": on_pipeline_ranks(trained, finetune=True, **WINDOWS),
     }
     for name, logits in results.items():
         if logits is not None and torch.distributed.get_rank() == (1 if name.endswith("pp2") else 0):

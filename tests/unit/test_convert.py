@@ -17,7 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_lengthgen.checkpoint import huggingface, importing, info, load
 from megatron_lengthgen.checkpoint.gguf import gguf_to_hugging_face
@@ -58,6 +60,8 @@ def make_model(directory: Path, dtype: torch.dtype = torch.float32, shard: str =
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny") / "model"
     make_model(directory, shard="60KB")
+    tokenizer = Tokenizer(WordLevel({f"w{token}": token for token in range(1003)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(directory)
     return directory
 
 
@@ -245,7 +249,8 @@ def test_what_is_no_checkpoint_is_never_replaced(tiny: Path, tmp_path: Path) -> 
 
 def test_configuration_and_tokenizer_travel_with_the_checkpoint(imported: Path, tiny: Path) -> None:
     directory = load.tokenizer_dir(imported)
-    assert directory is not None
+    assert directory == imported / "hf"
+    assert (directory / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
     assert (directory / "config.json").read_bytes() == (tiny / "config.json").read_bytes()
     stored = load.checkpoint_args(imported)
     assert (stored.tokenizer_type, stored.tokenizer_model) == ("HuggingFaceTokenizer", str(directory))
@@ -403,6 +408,14 @@ def test_the_command_line_answers_in_one_line(copy: Path, tmp_path: Path) -> Non
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stderr.strip().splitlines()[-1].startswith("error: config.json sets attention_bias=true")
+
+
+def test_a_disk_that_is_too_small_is_noticed_first(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"needs 1 MB, but .* has 0 MB free"):
+        importing.import_model(tiny, tmp_path / "new" / "mg")
+    assert not (tmp_path / "new").exists()
 
 
 def test_files_that_are_no_gguf(tmp_path: Path) -> None:
