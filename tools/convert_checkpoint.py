@@ -16,7 +16,7 @@ def main() -> None:
     arguments = _parser().parse_args()
     # Megatron and torch tell at length which optional kernels are absent; conversion uses none.
     warnings.filterwarnings("ignore")
-    for name in ("megatron", "torch"):
+    for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     {"import": _import, "gguf": _gguf, "info": _info}[arguments.command](arguments)
 

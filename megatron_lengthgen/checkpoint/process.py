@@ -12,8 +12,9 @@ LOCAL: dict[str, Any] = {
     "no_persist_layer_norm": True,
     "no_gradient_accumulation_fusion": True,
 }
-"""Megatron arguments for building a model without kernels that not every machine has. The sharded keys of the local spec
-are Transformer Engine's as well (``gpt_layer_specs.py::get_gpt_layer_local_spec``)."""
+"""Megatron arguments for building a model without kernels that not every machine has.
+
+The sharded keys of the local spec are Transformer Engine's too (``gpt_layer_specs.py::get_gpt_layer_local_spec``)."""
 
 
 def initialize(args: argparse.Namespace) -> None:
