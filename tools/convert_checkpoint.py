@@ -103,13 +103,13 @@ def _info(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(description, indent=2))
         return
+    lines = []
     for section, content in description.items():
-        if not isinstance(content, dict):
-            print(f"{section}: {content}")
-            continue
-        print(f"{section}:")
-        for name, value in content.items():
-            print(f"  {name}: {_short(value)}")
+        if isinstance(content, dict):
+            lines += [f"{section}:", *(f"  {name}: {_short(value)}" for name, value in content.items())]
+        else:
+            lines.append(f"{section}: {_short(content)}")
+    print("\n".join(lines))
 
 
 def _short(value: Any) -> str:
