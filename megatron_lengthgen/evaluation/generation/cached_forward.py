@@ -124,8 +124,9 @@ def vocab_parallel_argmax(logits: Tensor, vocab_size: int, group: torch.distribu
         return ids
     # Both in one message: float64 holds any id and any float32 exactly.
     mine = torch.stack([values.double(), (ids + offset).double()])
-    everyone = mine.new_empty(group.size(), *mine.shape)
-    torch.distributed.all_gather_into_tensor(everyone, mine.contiguous(), group=group)
+    everyone = mine.new_empty(2 * group.size(), mine.size(1))
+    torch.distributed.all_gather_into_tensor(everyone, mine, group=group)
+    everyone = everyone.view(group.size(), 2, -1)
     best = everyone[:, 0].argmax(dim=0)
     return everyone[:, 1].gather(0, best[None])[0].long()
 
