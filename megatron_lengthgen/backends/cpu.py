@@ -200,6 +200,9 @@ def _redirect_factories() -> None:
 
         return on_cpu
 
+    # `with torch.device(...)` knows the factories by identity: let it note the originals, which the wrappers call.
+    # Without this, what transformers builds under such a context is left uninitialised.
+    torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, redirect(getattr(torch, name)))
 

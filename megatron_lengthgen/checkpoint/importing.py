@@ -16,7 +16,7 @@ import torch
 
 from megatron_lengthgen import megatron_args
 from megatron_lengthgen.checkpoint import huggingface, load
-from megatron_lengthgen.checkpoint.process import LOCAL, initialize, reason
+from megatron_lengthgen.checkpoint.common import LOCAL, reason
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.files import atomic_directory, write_json
 from megatron_lengthgen.models import llama
@@ -186,7 +186,7 @@ def _save(
     from megatron.training.checkpointing import save_checkpoint
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from megatron_lengthgen.models.build import build_model
+    from megatron_lengthgen.models.build import build_model, initialize
 
     initialize(args)
     chunks = build_model(args)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lengthgen import backends, megatron_args
-from megatron_lengthgen.checkpoint.process import LOCAL, initialize, reason
+from megatron_lengthgen.checkpoint.common import LOCAL, reason
 from megatron_lengthgen.errors import UserError
 
 __all__ = [
@@ -220,7 +220,7 @@ def load_model(
 
     from megatron.core.utils import unwrap_model
 
-    from megatron_lengthgen.models.build import build_model
+    from megatron_lengthgen.models.build import build_model, initialize
 
     initialize(args)
     model = unwrap_model(build_model(args))[0]

@@ -43,6 +43,8 @@ def model_config(args: argparse.Namespace) -> Any:
             f"spec {' '.join(args.spec)!r} and the lengthgen section both choose the layer spec: write one of them"
         )
     config = gpt_config_from_args(args)
+    # gpt_config_from_args leaves it at its default of 8, whatever the arguments say.
+    config.rope_scaling_factor = args.rope_scaling_factor
     config.transformer_layer_spec = functools.partial(
         gpt.block_spec,
         regularization=regularization(args),
@@ -55,12 +57,21 @@ def model_config(args: argparse.Namespace) -> Any:
 def initialize(args: argparse.Namespace) -> None:
     """Megatron's process groups and random states for a command-line tool, under torchrun or alone.
 
+    A process may call it again, also for another layout; models of the earlier layout cannot run any more then.
+
     Args:
         args: Megatron's global arguments. ``distributed_backend`` chooses gloo or NCCL.
     """
     backend = backends.prepare()
+    from megatron.core import mpu
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training.initialize import initialize_megatron
 
+    if mpu.model_parallel_is_initialized():
+        layout = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
+        if layout != (args.tensor_model_parallel_size, args.pipeline_model_parallel_size):
+            mpu.destroy_model_parallel()
+    destroy_rerun_state_machine()
     if "RANK" not in os.environ and not torch.distributed.is_initialized():
         # A store in memory: a single process needs neither a port nor a file.
         torch.distributed.init_process_group(

@@ -173,6 +173,7 @@ def parse(run: RunConfig) -> argparse.Namespace:
     _check_layout(run.megatron)
     args = megatron_args.parse(run.megatron, lengthgen=run.lengthgen)
     _check_vocabulary(args)
+    _check_splits(args)
     return args
 
 
@@ -252,3 +253,23 @@ def _check_vocabulary(args: argparse.Namespace) -> None:
         raise UserError(
             f"tensor_model_parallel_size {args.tensor_model_parallel_size} does not divide the vocabulary's {rows} rows"
         )
+
+
+def _check_splits(args: argparse.Namespace) -> None:
+    """Megatron splits documents, not tokens, and loops forever over a split that got none."""
+    if args.data_path is None or args.split is None:
+        return
+    from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    weights = parse_and_normalize_split(args.split)
+    for prefix in (item for item in args.data_path if not _is_number(item)):
+        documents = len(IndexedDataset(prefix, mmap=True).document_indices) - 1
+        end = 0.0
+        for name, weight in zip(("training", "validation", "test"), weights, strict=True):
+            begin, end = end, end + weight
+            if weight > 0 and round(begin * documents) == round(end * documents):
+                raise UserError(
+                    f"split {args.split} leaves the {name} split of {prefix} without a document, since it has "
+                    f"{documents} in all: give that split more, or 0"
+                )

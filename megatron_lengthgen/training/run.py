@@ -54,6 +54,11 @@ def train(run: run_config.RunConfig) -> None:
     from megatron_lengthgen.training.data import train_valid_test_datasets
     from megatron_lengthgen.training.forward import forward_step
 
+    finished = _finished_steps(args)
+    if args.train_iters and finished >= args.train_iters:
+        if args.rank == 0:
+            print(f"{args.load} has all {args.train_iters} steps already: raise train_iters to train on", flush=True)
+        return
     model = build.model_config(args)
     if args.rank == 0 and args.save:
         print(f"checkpoints and logs: {args.save}", flush=True)
@@ -75,6 +80,13 @@ def train(run: run_config.RunConfig) -> None:
         )
     finally:
         progress.stop()
+
+
+def _finished_steps(args: argparse.Namespace) -> int:
+    """Steps that the checkpoint to resume from has behind it."""
+    tracker = Path(args.load or "") / "latest_checkpointed_iteration.txt"
+    text = tracker.read_text().strip() if args.load and not args.finetune and tracker.is_file() else ""
+    return int(text) if text.isdigit() else 0
 
 
 def _is_reporting_rank() -> bool:

@@ -62,8 +62,7 @@ def on_pipeline_ranks(checkpoint: str, **more: Any) -> torch.Tensor | None:
     from megatron.training.checkpointing import load_checkpoint
 
     from megatron_lengthgen import megatron_args
-    from megatron_lengthgen.checkpoint.process import initialize
-    from megatron_lengthgen.models.build import build_model
+    from megatron_lengthgen.models.build import build_model, initialize
 
     args = megatron_args.parse(
         {

@@ -1,0 +1,24 @@
+"""What reading and writing checkpoints share: arguments of a portable model, and errors in one line."""
+
+from typing import Any
+
+__all__ = ["LOCAL", "reason"]
+
+LOCAL: dict[str, Any] = {
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "no_gradient_accumulation_fusion": True,
+}
+"""Megatron arguments for building a model without kernels that not every machine has.
+
+The sharded keys of the local spec are Transformer Engine's too (``gpt_layer_specs.py::get_gpt_layer_local_spec``)."""
+
+
+def reason(error: BaseException) -> str:
+    """One line for the innermost cause; torch.distributed.checkpoint wraps it in tracebacks, one for each rank."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[:300] or type(error).__name__
