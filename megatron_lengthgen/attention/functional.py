@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_lengthgen.attention import cpu_backward
+
 __all__ = ["block_length", "causal_attention", "masked_attention"]
 
 
@@ -55,6 +57,11 @@ def causal_attention(
         return _causal(query, key, value, scale, dropout)
     if sq == 1:
         return _sdpa(query, key[:, :, -window:], value[:, :, -window:], scale, dropout)
+    if cpu_backward.pays_off(query, key, value, dropout):
+        factor = query.size(3) ** -0.5 if scale is None else scale
+        return cpu_backward.WindowedAttention.apply(
+            query, key, value, window, factor, lambda: _windowed(query, key, value, window, scale, dropout)
+        )
     return _windowed(query, key, value, window, scale, dropout)
 
 

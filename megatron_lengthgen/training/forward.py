@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from megatron_lengthgen import backends
+from megatron_lengthgen.training.loss import language_model_loss
 from megatron_lengthgen.training.progress import TrainingProgress
 
 __all__ = ["forward_step"]
@@ -76,5 +78,12 @@ def forward_step(
     progress.microbatch()
     vp_stage = get_attr_wrapped_model(model, "vp_stage", allow_none=True)
     batch = _batch(data_iterator, vp_stage)
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        # On a GPU Megatron's own loss, with the fusion that its arguments choose.
+        output_processor=language_model_loss if backends.prepare() == "cpu" else None,
+    )
     return output, partial(_loss, batch["loss_mask"], progress)
