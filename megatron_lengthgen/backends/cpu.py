@@ -14,6 +14,7 @@ What is replaced, and why:
 * ``Tensor.type()``: Megatron's optimizers compare it with the names of CUDA tensor types.
 * the random-state getters of ``megatron.core.tensor_parallel.random``: without CUDA one raises and the other
   queues its work for a device that never comes, which would leave every fork of the tracker without effect.
+* ``DistributedOptimizer.state_dict`` and ``load_state_dict``, which fail on a fresh optimizer of PyTorch's.
 * ``megatron.training``'s CUDA assertion, its compilation of dataset helpers that the wheel already carries, its
   warm-up of fused kernels, and its default of one NCCL communicator per group.
 """
@@ -252,8 +253,43 @@ def _redirect_megatron_core() -> None:
 
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
+    _repair_distributed_optimizer_loading()
     # The tracker warns at every fork that it is not initialised for CUDA graphs; there are none here.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
+
+
+def _repair_distributed_optimizer_loading() -> None:
+    """Let the distributed optimizer load a checkpoint where neither Apex nor Transformer Engine is installed.
+
+    Megatron then reads the step from the state of PyTorch's optimizer, which a fresh one has not got yet, and asserts.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    state_dict = DistributedOptimizer.state_dict
+
+    @functools.wraps(state_dict)
+    def with_state(self: Any) -> Any:
+        if not self.optimizer.state:
+            groups = self.optimizer.param_groups
+            rates = [group["lr"] for group in groups]
+            for group in groups:
+                group["lr"] = 0.0  # the dummy step must not decay weights
+            self._init_optimizer_states_with_dummy_values()
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+        return state_dict(self)
+
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    @functools.wraps(set_states)
+    def set_without_step(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        # The step came with the parameter groups; PyTorch's optimizer alone keeps it beside every parameter too.
+        set_states(self, model_param, {"step": None, **tensors})
+
+    DistributedOptimizer.state_dict = with_state
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_without_step
+    # It copies into views of float32 parameters, which autograd forbids.
+    DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
 
 
 def _redirect_megatron_training() -> None:

@@ -50,6 +50,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"dp2_distributed_optimizer:{start},{DISTRIBUTED}",
         f"bf16_tp2_sp:{start},bf16=true,{TP2},{SP}",
         f"bf16_dp2_distributed_optimizer:{start},bf16=true,{DISTRIBUTED}",
+        f"resumed_distributed_optimizer:{start},exit_interval=5,save_interval=5,{DISTRIBUTED}",
+        f"resumed_distributed_optimizer:{start},save_interval=5,{DISTRIBUTED}",
         f"moved:{start},{PP2},exit_interval=5,save_interval=5,{resharded}",
         f"moved:{start},{TP2},save_interval=5,{resharded}",
         timeout=900,
@@ -80,6 +82,7 @@ def test_the_reference_learns(runs: Path) -> None:
         "recompute",
         "stock_attention",
         "resumed",
+        "resumed_distributed_optimizer",
         "moved",
     ],
 )
