@@ -284,12 +284,21 @@ def _repair_distributed_optimizer_loading() -> None:
     @functools.wraps(set_states)
     def set_without_step(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
         # The step came with the parameter groups; PyTorch's optimizer alone keeps it beside every parameter too.
-        set_states(self, model_param, {"step": None, **tensors})
+        set_states(self, model_param, {**tensors, "step": None})
 
     DistributedOptimizer.state_dict = with_state
     DistributedOptimizer._set_main_param_and_optimizer_states = set_without_step
-    # It copies into views of float32 parameters, which autograd forbids.
-    DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
+    load_state_dict = DistributedOptimizer.load_state_dict
+
+    @functools.wraps(load_state_dict)
+    @torch.no_grad()  # it copies into views of float32 parameters, which autograd forbids
+    def load_with_own_steps(self: Any, state: Any) -> None:
+        load_state_dict(self, state)
+        # One step tensor was given to all parameters, and every parameter's update would advance it.
+        for values in self.optimizer.state.values():
+            values["step"] = values["step"].clone()
+
+    DistributedOptimizer.load_state_dict = load_with_own_steps
 
 
 def _redirect_megatron_training() -> None:

@@ -66,7 +66,7 @@ def relative(run: list[float], reference: list[float]) -> list[float]:
 def test_the_reference_learns(runs: Path) -> None:
     reference = losses(runs / "tp1")
     assert len(reference) == 10
-    assert reference[-1] < 0.7 * reference[0]
+    assert reference[-1] < 0.9 * reference[0]
 
 
 @pytest.mark.parametrize(
