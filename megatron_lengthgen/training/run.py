@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from megatron_lengthgen import backends
+from megatron_lengthgen.checkpoint.common import reason
+from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models import build
 from megatron_lengthgen.training import config as run_config
 from megatron_lengthgen.training.progress import TrainingProgress
@@ -50,6 +52,7 @@ def train(run: run_config.RunConfig) -> None:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from torch.distributed.checkpoint.api import CheckpointException
 
     from megatron_lengthgen.training.data import train_valid_test_datasets
     from megatron_lengthgen.training.forward import forward_step
@@ -78,6 +81,11 @@ def train(run: run_config.RunConfig) -> None:
             ModelType.encoder_or_decoder,
             functools.partial(forward_step, progress=progress),
         )
+    except (CheckpointException, OSError) as error:  # the former is a BaseException
+        raise UserError(
+            f"a file of the run could not be read or written ({reason(error)}): free some space under {args.save} or "
+            "choose another save; the last whole checkpoint there is intact, and the same command goes on from it"
+        ) from error
     finally:
         progress.stop()
 
