@@ -137,8 +137,24 @@ def test_cpu_takes_the_flash_kernel_both_ways(dtype: torch.dtype, window: int | 
         causal_attention(query, key, value, window=window).sum().backward()
     names = {event.name for event in profile.function_events}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
-    assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" in names
+    # With a window and in bfloat16 the gradient is faster as matrix products (attention/cpu_backward.py).
+    by_products = window is not None and dtype is torch.bfloat16
+    assert ("aten::_scaled_dot_product_flash_attention_for_cpu_backward" in names) is not by_products
+    assert ("WindowedAttentionBackward" in names) is by_products
     assert not any("_scaled_dot_product_attention_math" in name for name in names)
+
+
+@pytest.mark.parametrize(("sq", "sk", "window"), [(300, 300, 50), (200, 333, 64), (257, 257, 129), (90, 90, 2)])
+def test_the_gradient_by_matrix_products_is_as_exact_as_bfloat16(sq: int, sk: int, window: int) -> None:
+    torch.manual_seed(sq)
+    leaves = [torch.randn(2, n, s, 32).bfloat16().requires_grad_() for n, s in ((6, sq), (2, sk), (2, sk))]
+    exact = [x.detach().float().requires_grad_() for x in leaves]
+    towards = torch.randn(2, 6, sq, 32).bfloat16()
+    got = torch.autograd.grad(causal_attention(*leaves, window=window), leaves, towards)
+    want = torch.autograd.grad(causal_attention(*exact, window=window), exact, towards.float())
+    for mine, reference in zip(got, want, strict=True):
+        assert mine.dtype is torch.bfloat16
+        assert (mine.float() - reference).norm() < 0.01 * reference.norm()
 
 
 def test_caller_mask_narrows_the_causal_mask() -> None:
