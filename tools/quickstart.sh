@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export WORK=${1:-runs/quickstart}
-lengths=${LENGTHS:-1024,2048,4096,8192}
+lengths=${LENGTHS:-1024,2048,4096,6144}
 samples=${SAMPLES:-16}
 conf=conf/quickstart_smollm2_135m.yaml
 cache=.cache/quickstart
