@@ -9,7 +9,7 @@ lengths=${LENGTHS:-1024,2048,4096,6144}
 samples=${SAMPLES:-16}
 conf=conf/quickstart_smollm2_135m.yaml
 cache=.cache/quickstart
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 CUDA_DEVICE_MAX_CONNECTIONS=1
 python=.venv/bin/python
 
 step() { printf '\n[%s] %s\n' "$(date +%T)" "$*"; }
