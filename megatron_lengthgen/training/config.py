@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_lengthgen import megatron_args
+from megatron_lengthgen.checkpoint.load import TRACKER
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.specs.attention_pattern import AttentionPattern
-from megatron_lengthgen.specs.options import Regularization
+from megatron_lengthgen.specs.options import Regularization, check_choice
 
 __all__ = ["RunConfig", "load", "parse"]
 
@@ -112,10 +113,7 @@ def _resolve(values: dict[str, Any], section: dict[str, Any]) -> RunConfig:
         if key not in _KEYS:
             raise UserError(f"unknown key {_SECTION}.{key}{megatron_args.suggest(key, list(_KEYS))}")
     core_attention = section.get("core_attention", "sdpa")
-    if core_attention not in _CORE_ATTENTION:
-        raise UserError(
-            f"{_SECTION}.core_attention is {core_attention!r}; the choices are {', '.join(_CORE_ATTENTION)}"
-        )
+    check_choice(f"{_SECTION}.core_attention", core_attention, _CORE_ATTENTION)
     values = {**values, **_attention_arguments(values, section)}
     chosen = {name: section[name] for name in _REGULARIZATION if section.get(name) is not None}
     written = values.get("hidden_dropout")
@@ -191,9 +189,9 @@ def _check_files(values: Mapping[str, Any]) -> None:
                             "tools/prepare_data.py"
                         )
     pretrained, load = values.get("pretrained_checkpoint"), values.get("load")
-    started = load is not None and (Path(str(load)) / "latest_checkpointed_iteration.txt").is_file()
+    started = load is not None and (Path(str(load)) / TRACKER).is_file()
     if pretrained is not None and not started:
-        marker = Path(str(pretrained)) / "latest_checkpointed_iteration.txt"
+        marker = Path(str(pretrained)) / TRACKER
         if not marker.is_file():
             raise UserError(
                 f"pretrained_checkpoint {pretrained} is no Megatron checkpoint ({marker.name} is missing): make one "

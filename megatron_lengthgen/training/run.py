@@ -12,6 +12,7 @@ import torch
 
 from megatron_lengthgen import backends
 from megatron_lengthgen.checkpoint.common import reason
+from megatron_lengthgen.checkpoint.load import TRACKER
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models import build
 from megatron_lengthgen.training import config as run_config
@@ -92,7 +93,7 @@ def train(run: run_config.RunConfig) -> None:
 
 def _finished_steps(args: argparse.Namespace) -> int:
     """Steps that the checkpoint to resume from has behind it."""
-    tracker = Path(args.load or "") / "latest_checkpointed_iteration.txt"
+    tracker = Path(args.load or "") / TRACKER
     text = tracker.read_text().strip() if args.load and not args.finetune and tracker.is_file() else ""
     return int(text) if text.isdigit() else 0
 
