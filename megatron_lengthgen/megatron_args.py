@@ -6,7 +6,6 @@
 
 import argparse
 import contextlib
-import difflib
 import functools
 import io
 import os
@@ -16,15 +15,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from megatron_lengthgen import backends
+from megatron_lengthgen.choices import suggest
 from megatron_lengthgen.errors import UserError
 
-__all__ = ["parse", "suggest", "to_argv"]
-
-
-def suggest(name: str, known: list[str]) -> str:
-    """A parenthesis that names the known names nearest to ``name``, or nothing."""
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    return f" (did you mean {', '.join(near)}?)" if near else ""
+__all__ = ["parse", "to_argv"]
 
 
 class _Parser(argparse.ArgumentParser):

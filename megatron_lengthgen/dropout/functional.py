@@ -6,10 +6,47 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lengthgen.dropout.masks import check_probability, draw_keep_mask, quantize
+from megatron_lengthgen.dropout.masks import (
+    MaskCoordinates,
+    check_probability,
+    counter_keep_mask,
+    draw_keep_mask,
+    quantize,
+)
 from megatron_lengthgen.dropout.moments import Moments, merge_moments, moments
 
 __all__ = ["Moments", "merge_moments", "moments", "pre_linear_dropout", "vpad"]
+
+
+class _Mask:
+    """A keep mask of the shape of ``x``, and the drop probability that it was really drawn with.
+
+    Args:
+        x: The activations.
+        p: The wanted drop probability.
+        source: A bool tensor drawn with exactly ``p``; coordinates to compute it from; or None for a plain draw.
+    """
+
+    def __init__(self, x: Tensor, p: float, source: Tensor | MaskCoordinates | None) -> None:
+        self._shape, self._device, self._source = x.shape, x.device, source
+        self.p = p if isinstance(source, Tensor) else quantize(p)
+        if isinstance(source, Tensor) and (source.dtype != torch.bool or source.shape != x.shape):
+            raise ValueError(
+                f"mask must be a bool tensor of shape {tuple(x.shape)}, got {source.dtype} of shape "
+                f"{tuple(source.shape)}"
+            )
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Is it cheaper to compute the mask again than to keep it? On a GPU memory is what is scarce."""
+        return isinstance(self._source, MaskCoordinates) and self._device.type != "cpu"
+
+    def tensor(self) -> Tensor:
+        if isinstance(self._source, Tensor):
+            return self._source
+        if self._source is None:
+            return draw_keep_mask(self._shape, self.p, self._device)
+        return counter_keep_mask(self._shape, self.p, self._source, self._device)
 
 
 class _MaskedAffine(torch.autograd.Function):
@@ -17,10 +54,11 @@ class _MaskedAffine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mask: Tensor, scale: Tensor | float, center: Tensor | None, shift: Tensor | None
+        ctx: Any, x: Tensor, source: _Mask, scale: Tensor | float, center: Tensor | None, shift: Tensor | None
     ) -> Tensor:
-        ctx.scale = scale
-        ctx.save_for_backward(mask)
+        mask = source.tensor()
+        ctx.scale, ctx.source = scale, source
+        ctx.save_for_backward(*([] if source.is_recomputed else [mask]))
         if center is None:
             y = _affine(_masked(x, mask), scale, shift)
         else:
@@ -32,7 +70,7 @@ class _MaskedAffine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (mask,) = ctx.saved_tensors
+        mask = ctx.source.tensor() if ctx.source.is_recomputed else ctx.saved_tensors[0]
         grad = grads[0]
         return _affine(_masked(grad, mask), ctx.scale, None).to(grad.dtype), None, None, None, None
 
@@ -55,18 +93,7 @@ def _affine(x: Tensor, scale: Tensor | float, shift: Tensor | None) -> Tensor:
     return wide.mul_(scale) if shift is None else torch.addcmul(shift, wide, scale)
 
 
-def _mask_for(x: Tensor, p: float, mask: Tensor | None) -> tuple[Tensor, float]:
-    """The mask and the drop probability that it was really drawn with."""
-    if mask is None:
-        return draw_keep_mask(x.shape, p, x.device), quantize(p)
-    if mask.dtype != torch.bool or mask.shape != x.shape:
-        raise ValueError(
-            f"mask must be a bool tensor of shape {tuple(x.shape)}, got {mask.dtype} of shape {tuple(mask.shape)}"
-        )
-    return mask, p
-
-
-def pre_linear_dropout(x: Tensor, p: float, *, mask: Tensor | None = None) -> Tensor:
+def pre_linear_dropout(x: Tensor, p: float, *, mask: Tensor | MaskCoordinates | None = None) -> Tensor:
     r"""Inverted dropout on the normalised activations that enter a linear layer.
 
     .. math:: y_i = m_i x_i / q, \qquad q = 1 - p, \quad m_i \sim \mathrm{Bernoulli}(q)
@@ -76,8 +103,10 @@ def pre_linear_dropout(x: Tensor, p: float, *, mask: Tensor | None = None) -> Te
     Args:
         x: Activations ``[..., h]``, any floating dtype.
         p: Drop probability in [0, 1); ``p = 0`` returns ``x`` itself.
-        mask: Bool ``[..., h]``, True = keep, drawn with exactly ``p``. By default it is drawn from the default
-            generator of ``x``'s device, with ``p`` rounded to 1/65536 (the rounded value is also the one that scales).
+        mask: Bool ``[..., h]``, True = keep, drawn with exactly ``p``; or, for ``[s, b, h]``, the coordinates of ``x``,
+            from which the mask is computed (on a GPU once more in backward, so that none is stored). By default it is
+            drawn from the default generator of ``x``'s device. A mask drawn or computed here has ``p`` rounded to
+            1/65536, and the rounded value is the one that scales.
 
     Returns:
         ``y`` in the shape and dtype of ``x``.
@@ -90,8 +119,8 @@ def pre_linear_dropout(x: Tensor, p: float, *, mask: Tensor | None = None) -> Te
     p = check_probability(p)
     if p == 0.0:
         return x
-    mask, p = _mask_for(x, p, mask)
-    return _MaskedAffine.apply(x, mask, 1.0 / (1.0 - p), None, None)
+    drawn = _Mask(x, p, mask)
+    return _MaskedAffine.apply(x, drawn, 1.0 / (1.0 - drawn.p), None, None)
 
 
 def vpad(
@@ -101,7 +130,7 @@ def vpad(
     variance: Tensor,
     *,
     fill: Literal["zero", "mean"] = "zero",
-    mask: Tensor | None = None,
+    mask: Tensor | MaskCoordinates | None = None,
 ) -> Tensor:
     r"""Variance-preserving affine dropout: each coordinate keeps the mean and variance that it has at inference.
 
@@ -142,11 +171,12 @@ def vpad(
         raise ValueError(f"fill must be 'zero' or 'mean', got {fill!r}")
     if p == 0.0:
         return x
-    mask, p = _mask_for(x, p, mask)
+    drawn = _Mask(x, p, mask)
+    p = drawn.p
     wide = torch.promote_types(x.dtype, torch.float32)
     mu, var = mean.detach().to(wide), variance.detach().to(wide)
     q = 1.0 - p
     if fill == "mean":
-        return _MaskedAffine.apply(x, mask, (var > 0).to(wide) * q**-0.5, mu, mu)
+        return _MaskedAffine.apply(x, drawn, (var > 0).to(wide) * q**-0.5, mu, mu)
     a = torch.where(var > 0, torch.sqrt(var / (q * (var + p * mu.square()))), 0.0)
-    return _MaskedAffine.apply(x, mask, a, None, mu * (1.0 - a * q))
+    return _MaskedAffine.apply(x, drawn, a, None, mu * (1.0 - a * q))

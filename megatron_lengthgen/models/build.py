@@ -11,7 +11,7 @@ import torch
 
 from megatron_lengthgen import backends
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.specs.options import Regularization
+from megatron_lengthgen.regularization import Regularization
 
 __all__ = ["build_model", "initialize", "model_config", "regularization"]
 

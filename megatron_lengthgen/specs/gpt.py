@@ -14,8 +14,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from megatron_lengthgen.choices import check_choice
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.specs.options import Regularization, check_choice
+from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.specs.substitution import apply
 from megatron_lengthgen.specs.torch_norm import TorchNorm
 

@@ -3,10 +3,10 @@
 from itertools import groupby
 from typing import Any
 
+from megatron_lengthgen.attention.pattern import AttentionPattern
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.specs.attention_pattern import AttentionPattern
+from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.specs.norm import NormWithDropout, resolve_probability
-from megatron_lengthgen.specs.options import Regularization
 
 __all__ = ["format_layer_table", "layer_table"]
 
@@ -20,7 +20,7 @@ def layer_table(transformer_config: Any, block_or_regularization: Any, *, first_
     Args:
         transformer_config: Megatron's ``TransformerConfig`` (or a ``GPTModelConfig``, which also says whether the model
             has rotary positions at all).
-        block_or_regularization: A :class:`~megatron_lengthgen.specs.options.Regularization`, for all layers; or the
+        block_or_regularization: A :class:`~megatron_lengthgen.regularization.Regularization`, for all layers; or the
             ``TransformerBlockSubmodules`` of a pipeline stage, read as it stands.
         first_layer: Global number of a block's first layer.
 

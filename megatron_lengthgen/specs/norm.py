@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_lengthgen.dropout.functional import pre_linear_dropout, vpad
 from megatron_lengthgen.dropout.masks import check_probability
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.specs.options import Regularization
+from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.specs.statistics import batch_statistics, norm_statistics, token_group
 from megatron_lengthgen.specs.streams import Place, stream
 

@@ -12,8 +12,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module, get_sub
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.regularization import Fill, Placement, Regularization, Statistics
 from megatron_lengthgen.specs.norm import NormWithDropout
-from megatron_lengthgen.specs.options import Fill, Placement, Regularization, Statistics
 
 __all__ = ["LAYER_NORMS", "apply", "substitute"]
 
@@ -35,7 +35,7 @@ def substitute[Spec: (ModuleSpec, TransformerBlockSubmodules)](
     Args:
         spec: ``ModuleSpec`` of a dense ``TransformerLayer`` with separate norms (Megatron's local layer spec), or
             ``TransformerBlockSubmodules`` of such layers. Never changed.
-        placement, p, fill, statistics, sites: See :class:`~megatron_lengthgen.specs.options.Regularization`. ``p`` is
+        placement, p, fill, statistics, sites: See :class:`~megatron_lengthgen.regularization.Regularization`. ``p`` is
             bound in the spec; None reads ``config.hidden_dropout`` when the model is built.
 
     Returns:

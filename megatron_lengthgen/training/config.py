@@ -11,10 +11,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_lengthgen import megatron_args
+from megatron_lengthgen.attention.pattern import AttentionPattern
 from megatron_lengthgen.checkpoint.load import TRACKER
+from megatron_lengthgen.choices import check_choice, suggest
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.specs.attention_pattern import AttentionPattern
-from megatron_lengthgen.specs.options import Regularization, check_choice
+from megatron_lengthgen.regularization import Regularization
 
 __all__ = ["RunConfig", "load", "parse"]
 
@@ -102,16 +103,14 @@ def _override(values: dict[str, Any], section: dict[str, Any], groups: set[str],
             values[parts[-1]] = value
         else:
             unknown = next(part for part in parts[:-1] if part not in groups)
-            raise UserError(
-                f"no group {unknown!r} in the configuration{megatron_args.suggest(unknown, sorted(groups))}"
-            )
+            raise UserError(f"no group {unknown!r} in the configuration{suggest(unknown, sorted(groups))}")
 
 
 def _resolve(values: dict[str, Any], section: dict[str, Any]) -> RunConfig:
     """Settle what the two halves decide together: windows and RoPE, dropout probabilities, where to resume."""
     for key in section:
         if key not in _KEYS:
-            raise UserError(f"unknown key {_SECTION}.{key}{megatron_args.suggest(key, list(_KEYS))}")
+            raise UserError(f"unknown key {_SECTION}.{key}{suggest(key, list(_KEYS))}")
     core_attention = section.get("core_attention", "sdpa")
     check_choice(f"{_SECTION}.core_attention", core_attention, _CORE_ATTENTION)
     values = {**values, **_attention_arguments(values, section)}

@@ -10,8 +10,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.specs.layer_table import format_layer_table, layer_table
-from megatron_lengthgen.specs.options import Regularization
 from megatron_lengthgen.specs.substitution import apply
 
 VPAD = "vpad p=0.1 fill=zero statistics=batch"

@@ -22,8 +22,8 @@ from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_lengthgen.dropout.functional import moments, pre_linear_dropout, vpad
 from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.specs import gpt, norm
-from megatron_lengthgen.specs.options import Regularization
 from megatron_lengthgen.specs.statistics import norm_statistics
 from megatron_lengthgen.specs.substitution import substitute
 from megatron_lengthgen.specs.torch_norm import RMSNorm, TorchNorm
@@ -424,17 +424,17 @@ def test_output_site_needs_a_block_spec():
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"placement": "vpda"}, "unknown placement 'vpda': did you mean 'vpad'"),
-        ({"fill": "average"}, "unknown fill 'average': known: zero, mean"),
+        ({"placement": "vpda"}, r"unknown placement 'vpda' \(did you mean 'vpad'"),
+        ({"fill": "average"}, r"unknown fill 'average' \(known: zero, mean\)"),
         ({"statistics": "batches"}, "did you mean 'batch'"),
-        ({"sites": ["atention"]}, "unknown site 'atention': did you mean 'attention'"),
+        ({"sites": ["atention"]}, r"unknown site 'atention' \(did you mean 'attention'"),
         ({"sites": "attention"}, "sites must be a list"),
         ({"sites": ["mlp", "mlp"]}, "names a site twice"),
         ({"sites": []}, "has no sites"),
         ({"placement": "pre_norm", "sites": ["mlp"]}, "acts on attention and mlp together"),
         ({"p": 1.0}, r"in \[0, 1\), got 1.0"),
         ({"p": "0.1"}, r"got '0.1'"),
-        ({"plcement": "vpad"}, "unknown regularization key 'plcement': did you mean 'placement'"),
+        ({"plcement": "vpad"}, r"unknown regularization key 'plcement' \(did you mean 'placement'"),
         (None, "must be a mapping"),
     ],
 )

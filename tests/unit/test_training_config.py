@@ -110,7 +110,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_layer": 4}, r"'num_layer' \(did you mean num_layers"),
+        ({"num_layer": 4}, r"'num_layer' \(did you mean 'num_layers'"),
         ({"num_layers": "four"}, r"four"),
         ({"swiglu": "yes"}, r"swiglu is a switch"),
         ({"lr_decay_style": "slowly"}, r"slowly"),

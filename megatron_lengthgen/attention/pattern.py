@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_lengthgen.choices import check_choice, check_keys
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.specs.options import check_choice, check_keys
 
 __all__ = ["AttentionPattern"]
 
