@@ -25,33 +25,64 @@ def regularization(args: argparse.Namespace) -> Regularization:
 
 
 def model_config(args: argparse.Namespace) -> Any:
-    """Megatron's ``GPTModelConfig`` for ``args``, with this package's block spec as its layer spec.
+    """Megatron's model config for ``args``, with this package's layer spec and layout-invariant masks.
 
     Args:
         args: from :func:`megatron_lengthgen.megatron_args.parse`; ``args.lengthgen`` may be empty.
+
+    Returns:
+        ``GPTModelConfig``, or ``HybridModelConfig`` where ``args.hybrid_layer_pattern`` is set.
 
     Raises:
         UserError: where another spec was asked for as well.
     """
     backends.prepare()
-    from megatron.training.argument_utils import gpt_config_from_args
-
-    from megatron_lengthgen.specs import gpt
-
     if args.spec is not None:
         raise UserError(
             f"spec {' '.join(args.spec)!r} and the lengthgen section both choose the layer spec: write one of them"
         )
+    config = _hybrid_config(args) if args.hybrid_layer_pattern else _gpt_config(args)
+    config.pre_wrap_hooks.append(functools.partial(_bind, args))
+    return config
+
+
+def _gpt_config(args: argparse.Namespace) -> Any:
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    from megatron_lengthgen.specs import gpt
+
     config = gpt_config_from_args(args)
     # gpt_config_from_args leaves it at its default of 8, whatever the arguments say.
     config.rope_scaling_factor = args.rope_scaling_factor
     config.transformer_layer_spec = functools.partial(
-        gpt.block_spec,
-        regularization=regularization(args),
-        vp_stage=None,
-        core_attention=getattr(args, "lengthgen", {}).get("core_attention", "sdpa"),
+        gpt.block_spec, regularization=regularization(args), vp_stage=None, core_attention=_core_attention(args)
     )
     return config
+
+
+def _hybrid_config(args: argparse.Namespace) -> Any:
+    from megatron.training.argument_utils import hybrid_config_from_args
+
+    from megatron_lengthgen.specs import hybrid
+
+    config = hybrid_config_from_args(args)
+    config.hybrid_stack_spec = hybrid.stack_spec(
+        args.transformer_impl, regularization(args), core_attention=_core_attention(args)
+    )
+    return config
+
+
+def _core_attention(args: argparse.Namespace) -> Any:
+    return getattr(args, "lengthgen", {}).get("core_attention", "sdpa")
+
+
+def _bind(args: argparse.Namespace, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    from megatron_lengthgen.specs.binding import bind
+
+    bind(models, seed=args.seed, step=lambda: args.curr_iteration, microbatches=get_num_microbatches)
+    return models
 
 
 def initialize(args: argparse.Namespace) -> None:

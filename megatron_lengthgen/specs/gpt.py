@@ -6,16 +6,18 @@
 import copy
 import dataclasses
 import warnings
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron_lengthgen.attention.core import SDPACoreAttention
 from megatron_lengthgen.choices import check_choice
-from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.specs.substitution import apply
 from megatron_lengthgen.specs.torch_norm import TorchNorm
@@ -52,52 +54,42 @@ def stock_block(
     config: Any, vp_stage: int | None = None, *, core_attention: CoreAttention = "sdpa"
 ) -> TransformerBlockSubmodules:
     """Like :func:`block_spec`, before any dropout is substituted: Megatron's own dropouts are as ``config`` says."""
-    check_choice("core_attention", core_attention, ("sdpa", "megatron"))
+    check_choice("core_attention", core_attention, get_args(CoreAttention))
     transformer = getattr(config, "transformer", config)
-    _refuse_unsupported(transformer)
-    layer = _with_our_parts(
-        get_gpt_layer_local_spec(
-            qk_layernorm=transformer.qk_layernorm,
-            normalization=transformer.normalization,
-            qk_l2_norm=transformer.qk_l2_norm,
-        ),
-        core_attention,
+    use_te = transformer.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(
+        transformer,
+        use_transformer_engine=use_te,
+        normalization=transformer.normalization,
+        qk_l2_norm=transformer.qk_l2_norm,
+        vp_stage=vp_stage,
     )
-    num_layers = get_num_layers_to_build(transformer, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=layer.submodules.input_layernorm)
+    return block if use_te else _with_our_parts(block, core_attention)
 
 
-def _with_our_parts(layer: ModuleSpec, core_attention: CoreAttention) -> ModuleSpec:
+def _with_our_parts(block: TransformerBlockSubmodules, core_attention: CoreAttention) -> TransformerBlockSubmodules:
     """Megatron's Torch norms and core attention replaced by this package's; Apex norms are kept."""
-    layer = copy.deepcopy(layer)
-    for holder in (layer.submodules, layer.submodules.self_attention.submodules):
+    block = copy.deepcopy(block)
+    for holder in (block, *(part for layer in block.layer_specs or [] for part in _norm_holders(layer))):
         for field in dataclasses.fields(holder):
             if getattr(holder, field.name) is WrappedTorchNorm:
                 setattr(holder, field.name, TorchNorm)
+    for layer in block.layer_specs or []:
+        attention = layer.submodules.self_attention
+        if attention.module is SelfAttention:  # multi-latent attention has values of another width than its keys
+            attention.submodules.core_attention = core_attention_class(core_attention)
+    return block
+
+
+def _norm_holders(layer: ModuleSpec) -> tuple[Any, Any]:
+    return layer.submodules, layer.submodules.self_attention.submodules
+
+
+def core_attention_class(core_attention: CoreAttention) -> type:
+    """The core attention of local layers by its name: this package's, or Megatron's ``DotProductAttention``."""
     if core_attention == "sdpa":
-        from megatron_lengthgen.attention.core import SDPACoreAttention
-
-        layer.submodules.self_attention.submodules.core_attention = SDPACoreAttention
-    return layer
-
-
-def _refuse_unsupported(transformer: Any) -> None:
-    if transformer.transformer_impl != "local":
-        raise UserError(
-            f"transformer_impl is {transformer.transformer_impl!r}, and only the local backend is supported yet: set "
-            "transformer_impl: local"
-        )
-    for name, what in (
-        ("num_moe_experts", "mixture-of-experts layers are"),
-        ("mtp_num_layers", "multi-token prediction is"),
-        ("experimental_attention_variant", "experimental attention variants are"),
-        ("heterogeneous_block_specs", "heterogeneous layers are"),
-        ("multi_latent_attention", "multi-latent attention is"),
-        ("use_kitchen", "Kitchen layers are"),
-    ):
-        value = getattr(transformer, name, None)
-        if value:
-            raise UserError(f"{name} is {value!r}, and {what} not supported yet: leave it out")
+        return SDPACoreAttention
+    return DotProductAttention
 
 
 def _named(config: Any, vp_stage: int | None, regularization: Regularization) -> TransformerBlockSubmodules:

@@ -1,98 +1,104 @@
-"""What each layer of a model does, as a table: window, rotary positions, dropout."""
+"""What each layer of a built model does, as a table: kind, window, rotary positions, dropout."""
 
 from itertools import groupby
 from typing import Any
 
+import torch
+
 from megatron_lengthgen.attention.pattern import AttentionPattern
-from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.regularization import Regularization
-from megatron_lengthgen.specs.norm import NormWithDropout, resolve_probability
+from megatron_lengthgen.regularization import SITES
+from megatron_lengthgen.specs.site import SiteDropout, sites
 
 __all__ = ["format_layer_table", "layer_table"]
 
-_SITES = ("attention", "mlp")
-_COLUMNS = ("layer", "window", "rope", *_SITES)
+_COLUMNS = ("layer", "kind", "window", "rope")
 
 
-def layer_table(transformer_config: Any, block_or_regularization: Any, *, first_layer: int = 1) -> list[dict[str, Any]]:
-    """One row per layer, in the order of the layers.
+def layer_table(config: Any, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """One row per layer of a model or pipeline stage, in the order of the layers.
 
     Args:
-        transformer_config: Megatron's ``TransformerConfig`` (or a ``GPTModelConfig``, which also says whether the model
-            has rotary positions at all).
-        block_or_regularization: A :class:`~megatron_lengthgen.regularization.Regularization`, for all layers; or the
-            ``TransformerBlockSubmodules`` of a pipeline stage, read as it stands.
-        first_layer: Global number of a block's first layer.
+        config: Megatron's ``GPTModelConfig`` or ``HybridModelConfig``, or the model's ``TransformerConfig``.
+        model: The built model, on any device (``meta`` will do), read as it stands.
 
     Returns:
-        Rows ``{"layer": 1, "window": 512 or "full", "rope": bool, "attention": text, "mlp": text}``; and, where the
-        final norm has dropout, a last row ``{"layer": "output", "output": text}``.
+        Rows ``{"layer": 1, "kind": "attention, mlp", "window": 512 or "full", "rope": bool, site: text, ...}``, with
+        the dropout of each site that the layer has (window and rope are None without attention); then rows of sites
+        outside of the layers, ``{"layer": "output", "output": text}``.
     """
-    config = getattr(transformer_config, "transformer", transformer_config)
-    pattern = AttentionPattern.from_megatron(config)
-    rotary = getattr(transformer_config, "position_embedding_type", "rope") in ("rope", "yarn", "mrope")
-    if isinstance(block_or_regularization, Regularization):
-        regularization = block_or_regularization
-        layers = [{site: _describe(regularization, site, config) for site in _SITES}] * config.num_layers
-        output = _describe(regularization, "output", config)
-    else:
-        layers = [_of_layer_spec(spec, config) for spec in block_or_regularization.layer_specs]
-        norm = block_or_regularization.layer_norm
-        output = _describe(norm.regularization, "output", config) if isinstance(norm, NormWithDropout) else "none"
-    last = first_layer + len(layers) - 1
-    if last > config.num_layers:
-        raise UserError(f"layers {first_layer} to {last} do not fit a model of {config.num_layers} layers")
-    rows: list[dict[str, Any]] = [
-        {
-            "layer": number,
-            "window": pattern.window if pattern.windowed[number - 1] else "full",
-            "rope": rotary and pattern.rope[number - 1],
-            **dropouts,
-        }
-        for number, dropouts in enumerate(layers, start=first_layer)
+    transformer = getattr(config, "transformer", config)
+    pattern = AttentionPattern.from_megatron(transformer)
+    rotary = getattr(config, "position_embedding_type", "rope") in ("rope", "yarn", "mrope")
+    found = list(sites(model))
+    rows: list[dict[str, Any]] = []
+    layers = {name: layer for name, layer in model.named_modules() if _is_layer(name, layer)}
+    for name, layer in layers.items():
+        number: int = layer.layer_number
+        kinds = _kinds(layer)
+        row: dict[str, Any] = {"layer": number, "kind": ", ".join(kinds), "window": None, "rope": None}
+        if "attention" in kinds:
+            row["window"] = pattern.window if pattern.windowed[number - 1] else "full"
+            row["rope"] = rotary and pattern.rope[number - 1]
+        row |= _residual_dropout(layer, kinds)
+        row |= {d.site: _describe(d, "moe" in kinds) for n, _, d in found if n.startswith(f"{name}.") or n == name}
+        rows.append(row)
+    outside = {d.site: _describe(d) for n, _, d in found if not any(n.startswith(f"{name}.") for name in layers)}
+    return rows + [{"layer": site, site: text} for site, text in outside.items()]
+
+
+def _is_layer(name: str, module: torch.nn.Module) -> bool:
+    parts = name.split(".")
+    return len(parts) >= 3 and parts[-3:-1] == ["decoder", "layers"] and hasattr(module, "layer_number")
+
+
+def _kinds(layer: torch.nn.Module) -> list[str]:
+    """The parts of a layer, of ``attention``, ``mlp``, ``moe`` and ``mamba``."""
+    parts = {"self_attention": "attention", "mlp": "mlp", "mixer": "mamba"}
+    present = [
+        kind
+        for name, kind in parts.items()
+        if hasattr(layer, name) and type(getattr(layer, name)).__name__ != "IdentityOp"
     ]
-    return rows if output == "none" else [*rows, {"layer": "output", "output": output}]
+    return ["moe" if kind == "mlp" and getattr(layer, "is_moe_layer", False) else kind for kind in present]
 
 
-def _of_layer_spec(spec: Any, config: Any) -> dict[str, str]:
-    from megatron_lengthgen.specs.substitution import LAYER_NORMS
-
-    found = {}
-    for site, field in LAYER_NORMS.items():
-        builder = getattr(spec.submodules, field)
-        if isinstance(builder, NormWithDropout):
-            found[site] = _describe(builder.regularization, site, config)
-        else:
-            p = resolve_probability(spec.params.get("hidden_dropout"), config)
-            found[site] = _describe(Regularization("pre_norm", p=p), site, config)
-    return found
+def _residual_dropout(layer: torch.nn.Module, kinds: list[str]) -> dict[str, str]:
+    """Megatron's own dropout on the residual branches, in the columns of the sites that it stands in for."""
+    p = getattr(layer, "hidden_dropout", 0.0)
+    bias_add = getattr(layer, "mamba_bda", None)
+    if not p or getattr(bias_add, "__name__", "") == "bias_add_without_dropout":
+        return {}
+    return {"mlp" if kind == "moe" else kind: f"pre_norm p={p:g}" for kind in kinds}
 
 
-def _describe(regularization: Regularization, site: str, config: Any) -> str:
-    """Dropout at one site in words, such as ``vpad p=0.1 fill=zero statistics=batch``; ``none`` where there is none."""
-    if regularization.placement == "none" or site not in regularization.sites:
-        return "none"
-    p = resolve_probability(regularization.p, config)
-    if p == 0.0:
-        return "none"
-    text = f"{regularization.placement} p={p:g}"
+def _describe(dropout: SiteDropout, has_router: bool = False) -> str:
+    """Dropout at one site in words, such as ``vpad p=0.1 fill=zero statistics=batch``."""
+    regularization = dropout.regularization
+    text = f"{regularization.placement} p={dropout.p:g}"
     if regularization.placement == "vpad":
         text += f" fill={regularization.fill} statistics={regularization.statistics}"
-    return text
+    if regularization.has_schedule:
+        text += f" from step {regularization.start_step} over {regularization.ramp_steps}"
+    return text + (" (experts; not the router)" if has_router and dropout.site == "mlp" else "")
 
 
 def format_layer_table(rows: list[dict[str, Any]]) -> str:
     """The rows as aligned text for a terminal; equal consecutive layers share a line."""
-    lines: list[tuple[str, ...]] = [_COLUMNS]
-    for cells, group in groupby((row for row in rows if "window" in row), key=_cells):
+    layers = [row for row in rows if "kind" in row]
+    # A column for each site that some layer has, `attention` and `mlp` always: that they are empty is worth seeing.
+    names = [site for site in SITES if site in ("attention", "mlp") or any(site in row for row in layers)]
+    lines: list[tuple[str, ...]] = [(*_COLUMNS, *names)]
+    for cells, group in groupby(layers, key=lambda row: _cells(row, names)):
         numbers = [row["layer"] for row in group]
         label = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
         lines.append((label, *cells))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    text += [f"{row['layer']}: {row['output']}" for row in rows if "output" in row]
+    text += [f"{row['layer']}: {row[row['layer']]}" for row in rows if "kind" not in row]
     return "\n".join(text)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    return (str(row["window"]), "yes" if row["rope"] else "no", *(row[site] for site in _SITES))
+def _cells(row: dict[str, Any], names: list[str]) -> tuple[str, ...]:
+    window = "-" if row["window"] is None else str(row["window"])
+    rope = "-" if row["rope"] is None else "yes" if row["rope"] else "no"
+    return (row["kind"], window, rope, *(row.get(site, "none") for site in names))

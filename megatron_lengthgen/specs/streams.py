@@ -9,16 +9,21 @@ replays another mask, because ``CudaRNGStatesTracker.set_states`` does not resto
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
-__all__ = ["Place", "stream"]
+__all__ = ["Place", "stack_stream", "stream"]
 
-Place = Literal["block", "after_block"]
+#: Where in the model a site is: ``block``: behind a norm inside ``TransformerBlock``, ``HybridStack`` or a layer of
+#: multi-token prediction, which hold all features of a token; ``features``: there too, before a row-parallel linear,
+#: whose input features are split over tensor-parallel ranks; ``after_block``: behind a final norm outside of these.
+Place = Literal["block", "features", "after_block"]
 
 # (place, sequence parallel) -> does the site itself switch to the tracked stream?
 _FORKS: dict[tuple[Place, bool], bool] = {
     ("block", False): False,
-    ("block", True): False,  # TransformerBlock.forward has switched for all of its layers
+    ("block", True): False,  # the block's forward has switched for all of its layers
+    ("features", False): True,
+    ("features", True): False,
     ("after_block", False): False,
-    ("after_block", True): True,  # final_layernorm runs after TransformerBlock has switched back
+    ("after_block", True): True,  # the final norm runs after the block has switched back
 }
 
 
@@ -26,12 +31,21 @@ def stream(place: Place, *, sequence_parallel: bool) -> AbstractContextManager[N
     """Context in which a plain draw from the default generator is the right one for a site.
 
     Args:
-        place: ``block``: behind a norm of a layer inside ``TransformerBlock``; ``after_block``: behind its
-            ``final_layernorm``.
+        place: Where the site is.
         sequence_parallel: ``config.sequence_parallel``.
     """
-    if not _FORKS[place, sequence_parallel]:
-        return nullcontext()
+    return _tracked() if _FORKS[place, sequence_parallel] else nullcontext()
+
+
+def stack_stream(*, sequence_parallel: bool) -> AbstractContextManager[None]:
+    """Context for the forward of ``HybridStack``, which unlike ``TransformerBlock`` never switches.
+
+    Source: ``megatron/core/transformer/transformer_block.py::TransformerBlock.forward``.
+    """
+    return _tracked() if sequence_parallel else nullcontext()
+
+
+def _tracked() -> AbstractContextManager[None]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     return get_cuda_rng_tracker().fork()

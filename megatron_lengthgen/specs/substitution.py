@@ -1,136 +1,305 @@
 """From a Megatron spec to the same spec with dropout between its norms and their linears."""
 
 import copy
-from dataclasses import replace
+import functools
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import TransformerBlockSubmodules
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec, get_module, get_submodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.regularization import Fill, Placement, Regularization, Statistics
-from megatron_lengthgen.specs.norm import NormWithDropout
+from megatron_lengthgen.specs import transformer_engine
+from megatron_lengthgen.specs.builders import (
+    LinearWithDropout,
+    NormWithDropout,
+    SiteBuilder,
+    bias_add_without_dropout,
+    experts_with_dropout,
+)
+from megatron_lengthgen.specs.hybrid_stack import FinalNormHybridStack, FinalNormHybridStackSubmodules
 
-__all__ = ["LAYER_NORMS", "apply", "substitute"]
-
-#: Site -> the field of ``TransformerLayerSubmodules`` whose norm feeds it.
-LAYER_NORMS = {"attention": "input_layernorm", "mlp": "pre_mlp_layernorm"}
+__all__ = ["apply", "substitute"]
 
 
-def substitute[Spec: (ModuleSpec, TransformerBlockSubmodules)](
+def substitute[Spec: (ModuleSpec, TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
     spec: Spec,
     placement: Placement,
     *,
     p: float | None = None,
     fill: Fill = "zero",
     statistics: Statistics = "batch",
-    sites: tuple[str, ...] = ("attention", "mlp"),
+    sites: tuple[str, ...] = ("attention", "mlp", "mamba"),
 ) -> Spec:
     """A copy of ``spec`` whose model is regularised as asked; everything else, checkpoint keys included, is kept.
 
     Args:
-        spec: ``ModuleSpec`` of a dense ``TransformerLayer`` with separate norms (Megatron's local layer spec), or
-            ``TransformerBlockSubmodules`` of such layers. Never changed.
+        spec: ``ModuleSpec`` of a ``TransformerLayer`` (local or Transformer Engine; dense, mixture of experts,
+            multi-latent attention), of a ``MambaLayer`` or of a ``HybridStack``; or ``TransformerBlockSubmodules``, or
+            the ``MultiTokenPredictionBlockSubmodules`` that were made from the stock layer. Never changed.
         placement, p, fill, statistics, sites: See :class:`~megatron_lengthgen.regularization.Regularization`. ``p`` is
             bound in the spec; None reads ``config.hidden_dropout`` when the model is built.
 
     Returns:
         A new spec of the same type. Megatron's residual dropout is off in its layers, except for ``pre_norm``, which
-        *is* that dropout.
+        *is* that dropout. Norms of queries and keys are left alone. Where a mixture-of-experts layer follows its norm,
+        the experts' input is dropped and the router's is not.
 
     Raises:
         UserError: an invalid choice, or a spec for which the substitution would be incomplete.
 
-    Source: arXiv 2610.04518; ``megatron/core/models/gpt/gpt_layer_specs.py``.
+    Source: arXiv 2610.04518; ``megatron/core/models/gpt/gpt_layer_specs.py``,
+    ``megatron/core/models/hybrid/hybrid_layer_specs.py``.
     """
     return apply(spec, Regularization(placement=placement, p=p, fill=fill, statistics=statistics, sites=tuple(sites)))
 
 
-def apply[Spec: (ModuleSpec, TransformerBlockSubmodules)](spec: Spec, regularization: Regularization) -> Spec:
+def apply[Spec: (ModuleSpec, TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)](
+    spec: Spec, regularization: Regularization
+) -> Spec:
     """:func:`substitute` with its choices in one value."""
     if isinstance(spec, TransformerBlockSubmodules):
         return _block(spec, regularization)
+    if isinstance(spec, MultiTokenPredictionBlockSubmodules):
+        return _mtp_block(spec, regularization)
     if not isinstance(spec, ModuleSpec):
         raise UserError(
-            f"cannot substitute into {type(spec).__name__}: give the ModuleSpec of a TransformerLayer, or "
+            f"cannot substitute into {type(spec).__name__}: give the ModuleSpec of a layer or of a HybridStack, or "
             "TransformerBlockSubmodules"
         )
-    if "output" in regularization.sites and regularization.placement in ("pre_linear", "vpad"):
-        raise UserError(
-            "site 'output' follows the final norm, which a layer spec does not reach: substitute into "
-            "TransformerBlockSubmodules, for instance through megatron_lengthgen.specs.gpt.block_spec"
-        )
+    if _is_a(spec, HybridStack):
+        return _stack(spec, regularization)
+    if regularization.is_active:
+        for site, what in (("output", "the final norm"), ("mtp", "norms of multi-token prediction")):
+            if site in regularization.sites:
+                raise UserError(
+                    f"site {site!r} follows {what}, which a layer spec does not reach: substitute into the block's "
+                    "spec, for instance through megatron_lengthgen.specs.gpt.block_spec"
+                )
     return _layer(spec, regularization)
 
 
+def _is_a(spec: Any, cls: type) -> bool:
+    module = get_module(spec)
+    return isinstance(module, type) and issubclass(module, cls)
+
+
+def _has(site: str, regularization: Regularization) -> bool:
+    return regularization.is_active and site in regularization.sites
+
+
 def _block(block: TransformerBlockSubmodules, regularization: Regularization) -> TransformerBlockSubmodules:
-    layer_specs = block.layer_specs or []
     # Layers that share one spec object share the new one too.
-    new = {id(spec): _layer(spec, regularization) for spec in layer_specs}
+    new = {id(spec): _layer(spec, regularization) for spec in block.layer_specs or []}
     layer_norm = copy.deepcopy(block.layer_norm)
-    if "output" in regularization.sites and regularization.placement in ("pre_linear", "vpad"):
+    if _has("output", regularization):
         if layer_norm is None:
             raise UserError("site 'output' needs a final norm, and this block spec has none: leave the site out")
-        layer_norm = _with_dropout(layer_norm, "output", regularization)
-    return replace(block, layer_specs=[new[id(spec)] for spec in layer_specs], layer_norm=layer_norm)
+        layer_norm = NormWithDropout(_stock(layer_norm, "layer_norm"), "output", regularization)
+    return replace(block, layer_specs=[new[id(spec)] for spec in block.layer_specs or []], layer_norm=layer_norm)
+
+
+def _mtp_block(
+    block: MultiTokenPredictionBlockSubmodules, regularization: Regularization
+) -> MultiTokenPredictionBlockSubmodules:
+    new = {id(spec): _mtp_layer(spec, regularization) for spec in block.layer_specs}
+    return replace(block, layer_specs=[new[id(spec)] for spec in block.layer_specs])
+
+
+def _mtp_layer(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
+    """A layer of multi-token prediction; a model layer that has dropout already is kept."""
+    spec = copy.deepcopy(spec)
+    parts = spec.submodules
+    if not isinstance(parts, MultiTokenPredictionLayerSubmodules) or parts.mtp_model_layer is None:
+        raise UserError(
+            "this multi-token-prediction spec builds its layers from a hybrid pattern, in a stock HybridStack that "
+            "dropout does not reach: leave mtp_num_layers out, or set placement 'none'"
+        )
+    if not _has_dropout(parts.mtp_model_layer):
+        parts.mtp_model_layer = _layer(parts.mtp_model_layer, regularization)
+    for site, field in (("mtp", "enorm"), ("mtp", "hnorm"), ("output", "layer_norm")):
+        if _has(site, regularization):
+            setattr(parts, field, NormWithDropout(_stock(getattr(parts, field), field), site, regularization))
+    return spec
+
+
+def _has_dropout(layer: ModuleSpec) -> bool:
+    return any(isinstance(value, SiteBuilder) for value in vars(layer.submodules).values())
+
+
+def _stack(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
+    spec = copy.deepcopy(spec)
+    parts = spec.submodules
+    if get_module(spec) not in (HybridStack, FinalNormHybridStack) or not isinstance(parts, HybridStackSubmodules):
+        raise UserError(
+            f"cannot substitute into a spec of {_name(get_module(spec))}: give one of megatron.core's HybridStack"
+        )
+    for name, layer in vars(parts).items():
+        if name.endswith("_layer") and layer is not IdentityOp:
+            setattr(parts, name, _layer(layer, regularization))
+    if not regularization.is_active:
+        return spec
+    final_norm = getattr(parts, "final_norm", TENorm)
+    if _has("output", regularization):
+        final_norm = NormWithDropout(_stock(final_norm, "final_norm"), "output", regularization)
+    known = {field.name: getattr(parts, field.name) for field in fields(HybridStackSubmodules)}
+    spec.module = FinalNormHybridStack
+    spec.submodules = FinalNormHybridStackSubmodules(**known, final_norm=final_norm, regularization=regularization)
+    return spec
 
 
 def _layer(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
-    _refuse_unsupported(spec)
     spec = copy.deepcopy(spec)
+    if _is_a(spec, TransformerLayer) and isinstance(spec.submodules, TransformerLayerSubmodules):
+        return _transformer_layer(spec, regularization)
+    if _is_a(spec, MambaLayer) and isinstance(spec.submodules, MambaLayerSubmodules):
+        return _mamba_layer(spec, regularization)
+    raise UserError(
+        f"cannot substitute into a spec of {_name(get_module(spec))} with submodules of type "
+        f"{type(spec.submodules).__name__}: only layers of type TransformerLayer and MambaLayer are supported"
+    )
+
+
+def _transformer_layer(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
+    parts = spec.submodules
     if regularization.placement == "pre_norm":
         if regularization.p is not None:
             spec.params["hidden_dropout"] = regularization.p
         return spec
     spec.params["hidden_dropout"] = 0.0
-    if regularization.placement == "none":
-        return spec
-    for site, field in LAYER_NORMS.items():
-        if site in regularization.sites:
-            setattr(spec.submodules, field, _with_dropout(getattr(spec.submodules, field), site, regularization))
+    attention = getattr(parts.self_attention, "submodules", None)
+    if attention is not None:
+        if _has("attention", regularization):
+            linear = "in_proj" if hasattr(attention, "in_proj") else "linear_qkv"
+            if not hasattr(attention, linear):
+                linear = "linear_qkv_down_proj"  # of FusedMLASelfAttention; the unfused one has separate norms
+            _after_norm(
+                parts,
+                "input_layernorm",
+                attention,
+                linear,
+                "self_attention",
+                NormWithDropout(None, "attention", regularization),
+            )
+        for linear in ("linear_proj", "out_proj"):
+            if hasattr(attention, linear) and _has(linear, regularization):
+                _before_linear(attention, linear, regularization)
+    mlp = _submodules(parts.mlp)
+    if isinstance(mlp, MoESubmodules):
+        _experts(parts, regularization)
+    elif isinstance(mlp, MLPSubmodules):
+        if _has("mlp", regularization):
+            _after_norm(
+                parts, "pre_mlp_layernorm", mlp, "linear_fc1", "mlp", NormWithDropout(None, "mlp", regularization)
+            )
+        if _has("linear_fc2", regularization):
+            _before_linear(mlp, "linear_fc2", regularization)
+    elif parts.mlp is not IdentityOp and regularization.is_active:
+        raise UserError(f"mlp of this spec is {_name(parts.mlp)}, neither an MLP nor a mixture of experts")
     return spec
 
 
-def _with_dropout(builder: Any, site: str, regularization: Regularization) -> NormWithDropout:
-    return NormWithDropout(builder, site, regularization)
+def _mamba_layer(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
+    parts = spec.submodules
+    if regularization.placement == "pre_norm":
+        if regularization.p is not None:
+            raise UserError(
+                "placement 'pre_norm' takes its p from hidden_dropout in a Mamba layer: set hidden_dropout to "
+                f"{regularization.p} and leave p out"
+            )
+        return spec
+    parts.mamba_bda = bias_add_without_dropout
+    mixer = getattr(parts.mixer, "submodules", None)
+    if mixer is None:
+        raise UserError(f"the mixer of this Mamba layer, {_name(parts.mixer)}, has no in_proj in its spec")
+    if _has("mamba", regularization):
+        _after_norm(parts, "norm", mixer, "in_proj", "mixer", NormWithDropout(None, "mamba", regularization))
+    if _has("out_proj", regularization):
+        _before_linear(mixer, "out_proj", regularization)
+    return spec
 
 
-def _refuse_unsupported(spec: ModuleSpec) -> None:
-    """Raise :class:`UserError` unless every site of the layer has the seam that the substitution needs."""
-    module = get_module(spec)
-    name = getattr(module, "__name__", repr(module))
-    if not (isinstance(module, type) and issubclass(module, TransformerLayer)):
-        raise UserError(f"cannot substitute into a spec of {name} yet: only TransformerLayer specs are supported")
-    submodules = spec.submodules
-    if not isinstance(submodules, TransformerLayerSubmodules):
-        raise UserError(f"the spec of {name} has submodules of type {type(submodules).__name__}, not a layer's")
-    for field in LAYER_NORMS.values():
-        builder = getattr(submodules, field)
-        if isinstance(builder, NormWithDropout):
-            raise UserError(f"{field} of this spec has dropout already: substitute into the stock spec")
-        if builder is IdentityOp:
+def _after_norm(parts: Any, norm: str, holder: Any, linear: str, path: str, site: NormWithDropout) -> None:
+    """Put ``site`` into the slot ``parts.norm``; a norm that is fused into ``holder.linear`` is taken apart first.
+
+    ``path`` is the name of the module that ``holder`` describes.
+    """
+    builder = getattr(parts, norm)
+    if builder is IdentityOp:
+        stock = getattr(holder, linear, None)
+        if not transformer_engine.is_fused(stock):
             raise UserError(
-                f"{field} of this spec is IdentityOp: its norm is fused into the linear (Transformer Engine), where "
-                "no dropout fits between them yet; use the local layer spec (transformer_impl: local)"
+                f"site {site.site!r}: {norm} of this spec is IdentityOp, and {linear}, {_name(stock)}, has no norm of "
+                "its own: leave the site out"
             )
-        if "transformer_engine" in getattr(builder, "__module__", ""):
+        if linear == "linear_qkv_down_proj":
             raise UserError(
-                f"{field} of this spec is Transformer Engine's {getattr(builder, '__name__', builder)}, which is not "
-                "supported yet: use the local layer spec (transformer_impl: local)"
+                "the down-projection of multi-latent attention is fused with its norm (mla_down_proj_fusion), and "
+                "dropout does not fit between them: switch mla_down_proj_fusion off"
             )
-    attention = get_module(submodules.self_attention)
-    if not (isinstance(attention, type) and issubclass(attention, SelfAttention)):
+        setattr(holder, linear, transformer_engine.column_parallel_linear())
+        builder = transformer_engine.unfused_norm
+        keys = {f"{norm}.": f"{path}.{linear}.layer_norm_"}
+        parts.sharded_state_dict_keys_map = {**parts.sharded_state_dict_keys_map, **keys}
+    setattr(parts, norm, replace(site, builder=_stock(builder, norm)))
+
+
+def _before_linear(holder: Any, linear: str, regularization: Regularization) -> None:
+    builder = LinearWithDropout(_stock(getattr(holder, linear), linear), linear, regularization)
+    # Of all slots, Megatron fills a Mamba mixer's and gated delta net's with build_module.
+    setattr(holder, linear, builder.as_module_spec() if linear == "out_proj" else builder)
+
+
+def _experts(parts: TransformerLayerSubmodules, regularization: Regularization) -> None:
+    if _has("linear_fc2", regularization):
         raise UserError(
-            f"self_attention of this spec is {getattr(attention, '__name__', attention)}: only SelfAttention is "
-            "supported yet, not multi-latent attention or other variants"
+            "site 'linear_fc2' is inside the experts of a mixture-of-experts layer, where tokens have lost their "
+            "places: leave the site out"
         )
-    try:
-        dense = isinstance(get_submodules(submodules.mlp), MLPSubmodules)
-    except (ValueError, KeyError):
-        dense = False
-    if not dense:
-        raise UserError("mlp of this spec is not a dense MLP: mixture-of-experts layers are not supported yet")
+    if not _has("mlp", regularization):
+        return
+    if regularization.placement == "vpad" and regularization.statistics == "norm":
+        raise UserError(
+            "statistics 'norm' is not available before the experts of a mixture of experts, which do not know their "
+            "norm: choose statistics 'batch'"
+        )
+    if parts.pre_mlp_layernorm is IdentityOp:
+        raise UserError("pre_mlp_layernorm of this mixture-of-experts layer is IdentityOp: no norm feeds its experts")
+    stock = _stock(parts.mlp, "mlp")
+    if not isinstance(stock, functools.partial):
+        stock = functools.partial(get_module(stock), submodules=stock.submodules, **stock.params)
+    keywords = {name: value for name, value in stock.keywords.items() if name != "submodules"}
+    site = SiteBuilder(functools.partial(stock.func, *stock.args, **keywords), "mlp", regularization)
+    parts.mlp = functools.partial(experts_with_dropout, site=site, submodules=stock.keywords["submodules"])
+
+
+def _submodules(spec: Any) -> Any:
+    if isinstance(spec, functools.partial):
+        return spec.keywords.get("submodules")
+    return getattr(spec, "submodules", None)
+
+
+def _stock(builder: Any, slot: str) -> Any:
+    """``builder``, unless the slot has been through a substitution before."""
+    inner = builder.keywords.get("site") if isinstance(builder, functools.partial) else builder
+    is_ours = isinstance(inner, ModuleSpec) and isinstance(inner.params.get("builder"), SiteBuilder)
+    if isinstance(inner, SiteBuilder) or is_ours:
+        raise UserError(f"{slot} of this spec has dropout already: substitute into the stock spec")
+    return builder
+
+
+def _name(module: Callable[..., Any] | Any) -> str:
+    return getattr(module, "__name__", None) or type(module).__name__

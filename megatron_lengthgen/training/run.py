@@ -132,7 +132,7 @@ def dry_run(run: run_config.RunConfig) -> None:
             (model,) = build.build_model(alone)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"\nparameters: {parameters:,}")
-    print(format_layer_table(layer_table(build.model_config(alone).transformer, build.regularization(args))))
+    print(format_layer_table(layer_table(build.model_config(alone), model)))
 
 
 def _model_parallel_size(values: dict[str, Any]) -> int:

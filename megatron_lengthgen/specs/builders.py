@@ -1,0 +1,99 @@
+"""Builders in a spec's slots: each builds the stock module and lets dropout precede or follow it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+from megatron_lengthgen.regularization import Regularization
+from megatron_lengthgen.specs.site import AfterNorm, BeforeExperts, BeforeLinear, SiteDropout, resolve_probability
+
+__all__ = ["LinearWithDropout", "NormWithDropout", "SiteBuilder", "bias_add_without_dropout", "experts_with_dropout"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteBuilder:
+    """A builder around the stock one.
+
+    Attributes:
+        builder: The stock builder, class or ``ModuleSpec``.
+        site: Name of the site, of :data:`megatron_lengthgen.regularization.SITES`.
+        regularization: Placement ``pre_linear`` or ``vpad``, and its details.
+    """
+
+    builder: Any
+    site: str
+    regularization: Regularization
+
+    def dropout(self, config: Any) -> SiteDropout | None:
+        """The site's dropout under ``config``; None where p is 0, so that the module stays the bare stock one."""
+        p = resolve_probability(self.regularization.p, config)
+        return SiteDropout(self.site, self.regularization, p, config) if p > 0.0 else None
+
+
+class NormWithDropout(SiteBuilder):
+    """Megatron ``LayerNormBuilder`` (``megatron/core/transformer/torch_norm.py``) whose norm's output is dropped."""
+
+    def __call__(self, *, config: Any, hidden_size: int, eps: float) -> torch.nn.Module:
+        """Build the stock norm and hook dropout to it."""
+        norm = self.builder(config=config, hidden_size=hidden_size, eps=eps)
+        if dropout := self.dropout(config):
+            norm.register_forward_hook(AfterNorm(dropout))
+        return norm
+
+
+class LinearWithDropout(SiteBuilder):
+    """Builder of a linear whose input is dropped."""
+
+    def __call__(self, *args: Any, config: Any, **kwargs: Any) -> torch.nn.Module:
+        """Build the stock linear and hook dropout to it."""
+        if isinstance(self.builder, (type, ModuleSpec)):
+            linear = build_module(self.builder, *args, config=config, **kwargs)
+        else:
+            linear = self.builder(*args, config=config, **kwargs)
+        if dropout := self.dropout(config):
+            linear.register_forward_pre_hook(BeforeLinear(dropout))
+        return linear
+
+    def as_module_spec(self) -> ModuleSpec:
+        """For slots that Megatron fills with ``build_module``, which calls classes and nothing else."""
+        return ModuleSpec(module=_Call, params={"builder": self})
+
+
+class _Call:
+    def __new__(cls, *args: Any, builder: Callable[..., Any], **kwargs: Any) -> Any:
+        return builder(*args, **kwargs)
+
+
+def experts_with_dropout(*, site: SiteBuilder, submodules: Any, **kwargs: Any) -> torch.nn.Module:
+    """Build the stock ``MoELayer`` and hook dropout to its experts' input; its router sees the undropped one.
+
+    Args:
+        site: Around the stock layer's builder, without its submodules.
+        submodules: ``MoESubmodules``, an argument of its own because Megatron reads it off a layer spec's partial
+            (``megatron/core/transformer/spec_utils.py::get_submodules``).
+        kwargs: What ``TransformerLayer`` gives its MLP.
+    """
+    layer = site.builder(submodules=submodules, **kwargs)
+    if dropout := site.dropout(kwargs["config"]):
+        hook = BeforeExperts(dropout)
+        layer.register_forward_pre_hook(hook)
+        layer.router.register_forward_pre_hook(hook.for_router)
+    return layer
+
+
+def bias_add_without_dropout(training: bool, fused: bool) -> Callable[..., Any]:
+    """Megatron's ``get_bias_dropout_add`` with its dropout off, for layers that take their probability from the config.
+
+    Source: ``megatron/core/fusions/fused_bias_dropout.py``.
+    """
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+    return functools.partial(_with_probability, get_bias_dropout_add(training, fused), 0.0)
+
+
+def _with_probability(add: Callable[..., Any], p: float, x_with_bias: Any, residual: Any, config_p: float) -> Any:
+    return add(x_with_bias, residual, p)

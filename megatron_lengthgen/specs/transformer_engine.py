@@ -1,0 +1,43 @@
+"""Transformer Engine's fused norm and linear taken apart, so that dropout fits between them."""
+
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+)
+
+__all__ = ["column_parallel_linear", "is_fused", "unfused_norm"]
+
+
+def is_fused(builder: Any) -> bool:
+    """Does ``builder`` build a linear with a norm of its own in front?"""
+    return HAVE_TE and builder is TELayerNormColumnParallelLinear
+
+
+def column_parallel_linear() -> Any:
+    """The linear of the fused layer, alone: its GEMM, FP8 cast, gather and overlap stay Transformer Engine's."""
+    return TEColumnParallelLinear
+
+
+def unfused_norm(*, config: Any, hidden_size: int, eps: float) -> torch.nn.Module:
+    """The norm of the fused layer, alone.
+
+    Its ``_extra_state`` (FP8 bookkeeping, which a norm has no use for) is kept out of state dicts: the fused layer has
+    one extra state, the linear's, and a checkpoint of either layer must load into the other.
+    """
+    module = TENorm(config=config, hidden_size=hidden_size, eps=eps)
+    module._register_state_dict_hook(_without_extra_state)
+    module.register_load_state_dict_pre_hook(_with_empty_extra_state)
+    return module
+
+
+def _without_extra_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state.pop(f"{prefix}_extra_state", None)
+
+
+def _with_empty_extra_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    state.setdefault(f"{prefix}_extra_state", None)
