@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -45,8 +46,39 @@ class RMSNorm(torch.nn.RMSNorm):
         return _RMSNorm.apply(x, self.weight, self.eps)
 
 
+class _ZeroCentredRMSNorm(torch.nn.RMSNorm):
+    """Gain ``1 + weight`` with ``weight`` 0 at first; in float32 and cast once, as Transformer Engine computes it."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = 1.0 + self.weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, gain, self.eps).to(x.dtype)
+
+
+class _ZeroCentredLayerNorm(torch.nn.LayerNorm):
+    """The same with mean and bias."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = 1.0 + self.weight.float()
+        return F.layer_norm(x.float(), self.normalized_shape, gain, self.bias.float(), self.eps).to(x.dtype)
+
+
+_NORMS: dict[tuple[str, bool], type[torch.nn.Module]] = {
+    ("RMSNorm", False): RMSNorm,
+    ("RMSNorm", True): _ZeroCentredRMSNorm,
+    ("LayerNorm", False): torch.nn.LayerNorm,
+    ("LayerNorm", True): _ZeroCentredLayerNorm,
+}
+
+
 class TorchNorm:
-    """Builder like Megatron's ``WrappedTorchNorm``, for ``RMSNorm`` and ``LayerNorm``, also under sequence parallelism.
+    """Builder like Megatron's ``WrappedTorchNorm``, also with zero-centred gain and under sequence parallelism.
 
     There each rank sees a part of the tokens, so that a parameter's gradient is summed over the tensor-parallel ranks:
     Megatron does so for parameters marked ``sequence_parallel`` (``finalize_model_grads``). ``persist_layer_norm`` and
@@ -56,19 +88,15 @@ class TorchNorm:
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:  # type: ignore[misc]
-        """The norm of ``config.normalization`` over ``hidden_size`` channels."""
-        if config.layernorm_zero_centered_gamma:
-            raise UserError(
-                "layernorm_zero_centered_gamma is on, and the PyTorch norms of the local backend multiply by the plain "
-                "gain: switch it off, or use transformer_impl: transformer_engine"
-            )
-        norm: torch.nn.Module
-        if config.normalization == "RMSNorm":
-            norm = RMSNorm(hidden_size, eps=eps)
-        elif config.normalization == "LayerNorm":
-            norm = torch.nn.LayerNorm(hidden_size, eps=eps)
-        else:
+        """The norm of ``config.normalization`` over ``hidden_size`` channels.
+
+        Raises:
+            UserError: ``config.normalization`` is another than RMSNorm and LayerNorm.
+        """
+        norm_class = _NORMS.get((config.normalization, bool(config.layernorm_zero_centered_gamma)))
+        if norm_class is None:
             raise UserError(f"normalization must be RMSNorm or LayerNorm, got {config.normalization!r}")
+        norm = norm_class(hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm

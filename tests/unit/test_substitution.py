@@ -354,9 +354,35 @@ def test_norm_parameters_are_marked_for_sequence_parallelism(normalization):
     )
 
 
-def test_zero_centred_gamma_is_refused_not_ignored():
-    with pytest.raises(UserError, match="layernorm_zero_centered_gamma is on"):
-        TorchNorm(config=make_config(layernorm_zero_centered_gamma=True), hidden_size=8)
+@pytest.mark.parametrize("normalization", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zero_centred_gamma_is_a_gain_of_one_plus_weight(megatron_single, normalization, dtype):
+    """In float32 and rounded once; and vpad with statistics 'norm' takes it as such."""
+    config = make_config(normalization=normalization, layernorm_zero_centered_gamma=True, num_layers=1)
+    fresh = TorchNorm(config=config, hidden_size=48, eps=1e-5).to(dtype)
+    plain = TorchNorm(config=make_config(normalization=normalization), hidden_size=48, eps=1e-5)
+    torch.manual_seed(6)
+    x = (torch.randn(8, 2, 48) * torch.logspace(-1, 1, 48)).to(dtype)
+    assert not fresh.weight.any()
+    assert torch.equal(fresh(x), plain(x.float()).to(dtype))
+
+    regularization = Regularization("vpad", p=0.3, statistics="norm", sites=("attention",))
+    model = build(gpt.block_spec(config, regularization), config).to(dtype)
+    norm = model.decoder.layers[0].input_layernorm
+    torch.nn.init.normal_(norm.weight, std=0.02)
+    wide = x.double()
+    centred = wide - wide.mean(-1, keepdim=True) if normalization == "LayerNorm" else wide
+    bias = norm.bias.double() if normalization == "LayerNorm" else torch.zeros(48, dtype=torch.float64)
+    gain = 1 + norm.weight.double()
+    expected = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain + bias
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
+    normed = norm.eval()(x)
+    torch.testing.assert_close(normed.double(), expected, rtol=tolerance, atol=1e-5)
+    megatron_single(9)
+    dropped = norm.train()(x)
+    megatron_single(9)
+    gain = 1 + norm.weight.float()
+    assert torch.equal(dropped, vpad(normed, 0.3, bias.float(), gain.square()))
 
 
 @pytest.mark.parametrize("name", ["gpt_none", "gpt_pre_norm", "gpt_pre_linear", "gpt_vpad", "gpt_vpad_mean_fill"])
