@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.regularization import SITES
@@ -19,9 +20,10 @@ from megatron_lengthgen.specs.site import Extent, SiteDropout, sites
 
 __all__ = ["bind"]
 
+_LAYERS = 1 << 16
+_SITES = 1 << 5
 _SITE_NUMBERS = {site: number for number, site in enumerate(SITES)}
-_SITES_PER_LAYER = 32
-_SECOND_NORM = 16  # enorm and hnorm of multi-token prediction are two sites of one name
+_SECOND_NORM = _SITES // 2  # enorm and hnorm of multi-token prediction are two sites of one name
 
 
 def bind(
@@ -61,20 +63,19 @@ def bind(
 
 
 def _number(model: torch.nn.Module, name: str, dropout: SiteDropout) -> int:
-    """Layer, 1-based, and site in one number; layers of multi-token prediction count on after the model's."""
+    """Depth of multi-token prediction (0 in the model proper), layer (from 1; 0 outside of layers) and site in one."""
+    depth, layer = 0, None
     parts = name.split(".")
-    layer, extra = (0, 0) if dropout.site == "output" else (None, 0)
-    for length in range(len(parts) + 1):
+    for length in range(1, len(parts) + 1):
         module: Any = model.get_submodule(".".join(parts[:length]))
-        number = getattr(module, "layer_number", None)
-        if type(module).__name__ == "MultiTokenPredictionLayer":
-            extra, layer = module.config.num_layers + number, 0
-        elif isinstance(number, int) and dropout.site != "output":
-            layer = 0 if extra else number
-    if layer is None:
+        if isinstance(module, MultiTokenPredictionLayer):
+            depth, layer = module.layer_number, 0
+        elif isinstance(number := getattr(module, "layer_number", None), int):
+            layer = number
+    if layer is None and dropout.site != "output":
         raise UserError(f"dropout site {name} is in no layer with a number")
-    second = _SECOND_NORM if parts[-1] == "hnorm" else 0
-    return (layer + extra) * _SITES_PER_LAYER + _SITE_NUMBERS[dropout.site] + second
+    site = _SITE_NUMBERS[dropout.site] + (_SECOND_NORM if parts[-1] == "hnorm" else 0)
+    return (depth * _LAYERS + (layer or 0)) * _SITES + site
 
 
 def _extent(dropout: SiteDropout, parallel_state: Any) -> Extent:

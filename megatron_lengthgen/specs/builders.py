@@ -1,25 +1,24 @@
 """Builders in a spec's slots: each builds the stock module and lets dropout precede or follow it."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
 from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.specs.site import AfterNorm, BeforeExperts, BeforeLinear, SiteDropout, resolve_probability
 
-__all__ = ["LinearWithDropout", "NormWithDropout", "SiteBuilder", "bias_add_without_dropout", "experts_with_dropout"]
+__all__ = ["LinearWithDropout", "NormWithDropout", "SiteBuilder", "bias_add_with_dropout", "experts_with_dropout"]
 
 
 @dataclasses.dataclass(frozen=True)
 class SiteBuilder:
-    """A builder around the stock one.
+    """A stock builder, and the dropout that goes with what it builds.
 
     Attributes:
-        builder: The stock builder, class or ``ModuleSpec``.
+        builder: The stock builder: class, ``ModuleSpec`` or function.
         site: Name of the site, of :data:`megatron_lengthgen.regularization.SITES`.
         regularization: Placement ``pre_linear`` or ``vpad``, and its details.
     """
@@ -45,27 +44,16 @@ class NormWithDropout(SiteBuilder):
         return norm
 
 
-class LinearWithDropout(SiteBuilder):
-    """Builder of a linear whose input is dropped."""
+class LinearWithDropout:
+    """Builds a linear whose input is dropped. A class, because Megatron fills some slots with ``build_module``, which
+    calls classes and nothing else: use it as ``ModuleSpec(module=LinearWithDropout, params={"site": ...})``."""
 
-    def __call__(self, *args: Any, config: Any, **kwargs: Any) -> torch.nn.Module:
+    def __new__(cls, *args: Any, site: SiteBuilder, config: Any, **kwargs: Any) -> torch.nn.Module:  # type: ignore[misc]
         """Build the stock linear and hook dropout to it."""
-        if isinstance(self.builder, (type, ModuleSpec)):
-            linear = build_module(self.builder, *args, config=config, **kwargs)
-        else:
-            linear = self.builder(*args, config=config, **kwargs)
-        if dropout := self.dropout(config):
+        linear = site.builder(*args, config=config, **kwargs)
+        if dropout := site.dropout(config):
             linear.register_forward_pre_hook(BeforeLinear(dropout))
         return linear
-
-    def as_module_spec(self) -> ModuleSpec:
-        """For slots that Megatron fills with ``build_module``, which calls classes and nothing else."""
-        return ModuleSpec(module=_Call, params={"builder": self})
-
-
-class _Call:
-    def __new__(cls, *args: Any, builder: Callable[..., Any], **kwargs: Any) -> Any:
-        return builder(*args, **kwargs)
 
 
 def experts_with_dropout(*, site: SiteBuilder, submodules: Any, **kwargs: Any) -> torch.nn.Module:
@@ -85,15 +73,17 @@ def experts_with_dropout(*, site: SiteBuilder, submodules: Any, **kwargs: Any) -
     return layer
 
 
-def bias_add_without_dropout(training: bool, fused: bool) -> Callable[..., Any]:
-    """Megatron's ``get_bias_dropout_add`` with its dropout off, for layers that take their probability from the config.
+def bias_add_with_dropout(p: float) -> Callable[[bool, bool], Callable[..., Any]]:
+    """Megatron's ``get_bias_dropout_add`` with a probability of its own, for layers that take theirs from the config.
+
+    The function that is returned has ``p`` as its attribute ``hidden_dropout``.
 
     Source: ``megatron/core/fusions/fused_bias_dropout.py``.
     """
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-    return functools.partial(_with_probability, get_bias_dropout_add(training, fused), 0.0)
+    def bias_dropout_add(training: bool, fused: bool) -> Callable[..., Any]:
+        add = get_bias_dropout_add(training, fused)
+        return lambda x_with_bias, residual, hidden_dropout: add(x_with_bias, residual, p)
 
-
-def _with_probability(add: Callable[..., Any], p: float, x_with_bias: Any, residual: Any, config_p: float) -> Any:
-    return add(x_with_bias, residual, p)
+    bias_dropout_add.hidden_dropout = p  # type: ignore[attr-defined]
+    return bias_dropout_add

@@ -7,7 +7,6 @@ import torch
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 
-from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.specs.streams import stack_stream
 
 __all__ = ["FinalNormHybridStack", "FinalNormHybridStackSubmodules"]
@@ -19,11 +18,9 @@ class FinalNormHybridStackSubmodules(HybridStackSubmodules):
 
     Attributes:
         final_norm: Builder of the norm before the output layer (``HybridStack`` hard-codes Transformer Engine's).
-        regularization: What was substituted.
     """
 
     final_norm: Any = TENorm
-    regularization: Regularization = dataclasses.field(default_factory=lambda: Regularization("none"))
 
 
 class FinalNormHybridStack(HybridStack):

@@ -64,9 +64,8 @@ def _kinds(layer: torch.nn.Module) -> list[str]:
 
 def _residual_dropout(layer: torch.nn.Module, kinds: list[str]) -> dict[str, str]:
     """Megatron's own dropout on the residual branches, in the columns of the sites that it stands in for."""
-    p = getattr(layer, "hidden_dropout", 0.0)
-    bias_add = getattr(layer, "mamba_bda", None)
-    if not p or getattr(bias_add, "__name__", "") == "bias_add_without_dropout":
+    p = getattr(getattr(layer, "mamba_bda", None), "hidden_dropout", layer.hidden_dropout)
+    if not p:
         return {}
     return {"mlp" if kind == "moe" else kind: f"pre_norm p={p:g}" for kind in kinds}
 

@@ -1,6 +1,7 @@
 """One place in a model where dropout acts: what it does to the activations there."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -110,16 +111,16 @@ class SiteDropout:
         p = self.p if key is None else self.p * self.regularization.ramp(key.step)
         if p == 0.0:
             return x
+        mask = None if key is None else self._coordinates(x, key)
         if self.regularization.placement == "pre_linear":
-            with self._stream():
-                return pre_linear_dropout(x, p, mask=self._coordinates(x, key))
+            with self._stream(mask):
+                return pre_linear_dropout(x, p, mask=mask)
         mean, variance = self._statistics(x, norm)
-        with self._stream():
-            return vpad(x, p, mean, variance, fill=self.regularization.fill, mask=self._coordinates(x, key))
+        with self._stream(mask):
+            return vpad(x, p, mean, variance, fill=self.regularization.fill, mask=mask)
 
-    def _coordinates(self, x: Tensor, key: step_key.StepKey | None) -> MaskCoordinates | None:
-        if key is None or self.number is None:
-            return None
+    def _coordinates(self, x: Tensor, key: step_key.StepKey) -> MaskCoordinates:
+        assert self.number is not None
         s, b, h = x.shape
         return MaskCoordinates(
             key=key.key,
@@ -135,8 +136,9 @@ class SiteDropout:
         split = self.sequence_parallel and self.place != "features"
         return batch_statistics(x, token_group(sequence_parallel=split, context_parallel=self.context_parallel))
 
-    def _stream(self) -> Any:
-        return stream(self.place, sequence_parallel=self.sequence_parallel)
+    def _stream(self, mask: MaskCoordinates | None) -> AbstractContextManager[None]:
+        """A computed mask draws from no stream."""
+        return stream(self.place, sequence_parallel=self.sequence_parallel) if mask is None else nullcontext()
 
     def __repr__(self) -> str:
         return f"SiteDropout({self.site}, p={self.p}, {self.regularization})"
@@ -179,10 +181,8 @@ class BeforeExperts(_Hook):
         self._undropped: Tensor | None = None
 
     def __call__(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> Any:
-        if not layer.training:
-            return None
         self._undropped = args[0]
-        return self.dropout(args[0]), *args[1:]
+        return (self.dropout(args[0]), *args[1:]) if layer.training else None
 
     def for_router(self, router: torch.nn.Module, args: tuple[Any, ...]) -> Any:
         """Forward pre-hook of the layer's router."""

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import TENorm
@@ -27,7 +27,7 @@ from megatron_lengthgen.specs.builders import (
     LinearWithDropout,
     NormWithDropout,
     SiteBuilder,
-    bias_add_without_dropout,
+    bias_add_with_dropout,
     experts_with_dropout,
 )
 from megatron_lengthgen.specs.hybrid_stack import FinalNormHybridStack, FinalNormHybridStackSubmodules
@@ -71,6 +71,8 @@ def apply[Spec: (ModuleSpec, TransformerBlockSubmodules, MultiTokenPredictionBlo
     spec: Spec, regularization: Regularization
 ) -> Spec:
     """:func:`substitute` with its choices in one value."""
+    if not isinstance(spec, MultiTokenPredictionBlockSubmodules) and _has_dropout(spec):
+        raise UserError("this spec has dropout already: substitute into the stock spec")
     if isinstance(spec, TransformerBlockSubmodules):
         return _block(spec, regularization)
     if isinstance(spec, MultiTokenPredictionBlockSubmodules):
@@ -108,7 +110,7 @@ def _block(block: TransformerBlockSubmodules, regularization: Regularization) ->
     if _has("output", regularization):
         if layer_norm is None:
             raise UserError("site 'output' needs a final norm, and this block spec has none: leave the site out")
-        layer_norm = NormWithDropout(_stock(layer_norm, "layer_norm"), "output", regularization)
+        layer_norm = NormWithDropout(layer_norm, "output", regularization)
     return replace(block, layer_specs=[new[id(spec)] for spec in block.layer_specs or []], layer_norm=layer_norm)
 
 
@@ -132,12 +134,24 @@ def _mtp_layer(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
         parts.mtp_model_layer = _layer(parts.mtp_model_layer, regularization)
     for site, field in (("mtp", "enorm"), ("mtp", "hnorm"), ("output", "layer_norm")):
         if _has(site, regularization):
-            setattr(parts, field, NormWithDropout(_stock(getattr(parts, field), field), site, regularization))
+            setattr(parts, field, NormWithDropout(getattr(parts, field), site, regularization))
     return spec
 
 
-def _has_dropout(layer: ModuleSpec) -> bool:
-    return any(isinstance(value, SiteBuilder) for value in vars(layer.submodules).values())
+def _has_dropout(spec: Any) -> bool:
+    """Has ``spec``, or any part of it, been through a substitution that put dropout there?"""
+    if isinstance(spec, SiteBuilder):
+        return True
+    parts: Any = ()
+    if isinstance(spec, functools.partial):
+        parts = spec.keywords.values()
+    elif isinstance(spec, dict):
+        parts = spec.values()
+    elif isinstance(spec, (list, tuple)):
+        parts = spec
+    elif is_dataclass(spec) and not isinstance(spec, type):
+        parts = vars(spec).values()
+    return any(_has_dropout(part) for part in parts)
 
 
 def _stack(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
@@ -147,6 +161,11 @@ def _stack(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
         raise UserError(
             f"cannot substitute into a spec of {_name(get_module(spec))}: give one of megatron.core's HybridStack"
         )
+    if _has("mtp", regularization):
+        raise UserError(
+            "site 'mtp' is in multi-token prediction, whose layers a hybrid model builds past its spec's stack: leave "
+            "the site out"
+        )
     for name, layer in vars(parts).items():
         if name.endswith("_layer") and layer is not IdentityOp:
             setattr(parts, name, _layer(layer, regularization))
@@ -154,10 +173,10 @@ def _stack(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
         return spec
     final_norm = getattr(parts, "final_norm", TENorm)
     if _has("output", regularization):
-        final_norm = NormWithDropout(_stock(final_norm, "final_norm"), "output", regularization)
+        final_norm = NormWithDropout(final_norm, "output", regularization)
     known = {field.name: getattr(parts, field.name) for field in fields(HybridStackSubmodules)}
     spec.module = FinalNormHybridStack
-    spec.submodules = FinalNormHybridStackSubmodules(**known, final_norm=final_norm, regularization=regularization)
+    spec.submodules = FinalNormHybridStackSubmodules(**known, final_norm=final_norm)
     return spec
 
 
@@ -174,57 +193,62 @@ def _layer(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
 
 
 def _transformer_layer(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
-    parts = spec.submodules
-    if regularization.placement == "pre_norm":
-        if regularization.p is not None:
-            spec.params["hidden_dropout"] = regularization.p
-        return spec
-    spec.params["hidden_dropout"] = 0.0
+    p = regularization.p if regularization.placement == "pre_norm" else 0.0
+    if p is not None:
+        spec.params["hidden_dropout"] = p
+    if regularization.is_active:
+        _attention(spec.submodules, regularization)
+        _mlp(spec.submodules, regularization)
+    return spec
+
+
+def _attention(parts: TransformerLayerSubmodules, regularization: Regularization) -> None:
+    if parts.cross_attention is not IdentityOp:
+        raise UserError(f"this spec has cross-attention, {_name(parts.cross_attention)}, which is not supported")
+    if parts.self_attention is IdentityOp:
+        return
     attention = getattr(parts.self_attention, "submodules", None)
-    if attention is not None:
-        if _has("attention", regularization):
-            linear = "in_proj" if hasattr(attention, "in_proj") else "linear_qkv"
-            if not hasattr(attention, linear):
-                linear = "linear_qkv_down_proj"  # of FusedMLASelfAttention; the unfused one has separate norms
-            _after_norm(
-                parts,
-                "input_layernorm",
-                attention,
-                linear,
-                "self_attention",
-                NormWithDropout(None, "attention", regularization),
-            )
-        for linear in ("linear_proj", "out_proj"):
-            if hasattr(attention, linear) and _has(linear, regularization):
-                _before_linear(attention, linear, regularization)
+    if attention is None:
+        raise UserError(
+            f"self_attention of this spec, {_name(parts.self_attention)}, shows no linears to put dropout at"
+        )
+    if _has("attention", regularization):
+        # Of gated delta net, of attention, of multi-latent attention with its norm fused; else the norm is separate.
+        known = ("in_proj", "linear_qkv", "linear_qkv_down_proj")
+        linear = next((name for name in known if hasattr(attention, name)), "linear_qkv")
+        site = NormWithDropout(None, "attention", regularization)
+        _after_norm(parts, "input_layernorm", attention, linear, "self_attention", site)
+    for linear in ("linear_proj", "out_proj"):
+        if hasattr(attention, linear) and _has(linear, regularization):
+            _before_linear(attention, linear, regularization)
+
+
+def _mlp(parts: TransformerLayerSubmodules, regularization: Regularization) -> None:
+    if parts.mlp is IdentityOp:
+        return
     mlp = _submodules(parts.mlp)
     if isinstance(mlp, MoESubmodules):
         _experts(parts, regularization)
-    elif isinstance(mlp, MLPSubmodules):
-        if _has("mlp", regularization):
-            _after_norm(
-                parts, "pre_mlp_layernorm", mlp, "linear_fc1", "mlp", NormWithDropout(None, "mlp", regularization)
-            )
-        if _has("linear_fc2", regularization):
-            _before_linear(mlp, "linear_fc2", regularization)
-    elif parts.mlp is not IdentityOp and regularization.is_active:
+        return
+    if not isinstance(mlp, MLPSubmodules):
         raise UserError(f"mlp of this spec is {_name(parts.mlp)}, neither an MLP nor a mixture of experts")
-    return spec
+    if _has("mlp", regularization):
+        site = NormWithDropout(None, "mlp", regularization)
+        _after_norm(parts, "pre_mlp_layernorm", mlp, "linear_fc1", "mlp", site)
+    if _has("linear_fc2", regularization):
+        _before_linear(mlp, "linear_fc2", regularization)
 
 
 def _mamba_layer(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
     parts = spec.submodules
-    if regularization.placement == "pre_norm":
-        if regularization.p is not None:
-            raise UserError(
-                "placement 'pre_norm' takes its p from hidden_dropout in a Mamba layer: set hidden_dropout to "
-                f"{regularization.p} and leave p out"
-            )
+    p = regularization.p if regularization.placement == "pre_norm" else 0.0
+    if p is not None:
+        parts.mamba_bda = bias_add_with_dropout(p)
+    if not regularization.is_active:
         return spec
-    parts.mamba_bda = bias_add_without_dropout
     mixer = getattr(parts.mixer, "submodules", None)
     if mixer is None:
-        raise UserError(f"the mixer of this Mamba layer, {_name(parts.mixer)}, has no in_proj in its spec")
+        raise UserError(f"mixer of this Mamba layer, {_name(parts.mixer)}, shows no linears to put dropout at")
     if _has("mamba", regularization):
         _after_norm(parts, "norm", mixer, "in_proj", "mixer", NormWithDropout(None, "mamba", regularization))
     if _has("out_proj", regularization):
@@ -254,13 +278,12 @@ def _after_norm(parts: Any, norm: str, holder: Any, linear: str, path: str, site
         builder = transformer_engine.unfused_norm
         keys = {f"{norm}.": f"{path}.{linear}.layer_norm_"}
         parts.sharded_state_dict_keys_map = {**parts.sharded_state_dict_keys_map, **keys}
-    setattr(parts, norm, replace(site, builder=_stock(builder, norm)))
+    setattr(parts, norm, replace(site, builder=builder))
 
 
 def _before_linear(holder: Any, linear: str, regularization: Regularization) -> None:
-    builder = LinearWithDropout(_stock(getattr(holder, linear), linear), linear, regularization)
-    # Of all slots, Megatron fills a Mamba mixer's and gated delta net's with build_module.
-    setattr(holder, linear, builder.as_module_spec() if linear == "out_proj" else builder)
+    site = SiteBuilder(getattr(holder, linear), linear, regularization)
+    setattr(holder, linear, ModuleSpec(module=LinearWithDropout, params={"site": site}))
 
 
 def _experts(parts: TransformerLayerSubmodules, regularization: Regularization) -> None:
@@ -278,7 +301,7 @@ def _experts(parts: TransformerLayerSubmodules, regularization: Regularization) 
         )
     if parts.pre_mlp_layernorm is IdentityOp:
         raise UserError("pre_mlp_layernorm of this mixture-of-experts layer is IdentityOp: no norm feeds its experts")
-    stock = _stock(parts.mlp, "mlp")
+    stock = parts.mlp
     if not isinstance(stock, functools.partial):
         stock = functools.partial(get_module(stock), submodules=stock.submodules, **stock.params)
     keywords = {name: value for name, value in stock.keywords.items() if name != "submodules"}
@@ -290,15 +313,6 @@ def _submodules(spec: Any) -> Any:
     if isinstance(spec, functools.partial):
         return spec.keywords.get("submodules")
     return getattr(spec, "submodules", None)
-
-
-def _stock(builder: Any, slot: str) -> Any:
-    """``builder``, unless the slot has been through a substitution before."""
-    inner = builder.keywords.get("site") if isinstance(builder, functools.partial) else builder
-    is_ours = isinstance(inner, ModuleSpec) and isinstance(inner.params.get("builder"), SiteBuilder)
-    if isinstance(inner, SiteBuilder) or is_ours:
-        raise UserError(f"{slot} of this spec has dropout already: substitute into the stock spec")
-    return builder
 
 
 def _name(module: Callable[..., Any] | Any) -> str:
