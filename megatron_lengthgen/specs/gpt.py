@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_lengthgen.attention.core import SDPACoreAttention
 from megatron_lengthgen.choices import check_choice
 from megatron_lengthgen.regularization import Regularization
+from megatron_lengthgen.specs.checks import check
 from megatron_lengthgen.specs.substitution import apply
 from megatron_lengthgen.specs.torch_norm import TorchNorm
 
@@ -94,6 +95,7 @@ def core_attention_class(core_attention: CoreAttention) -> type:
 
 def _named(config: Any, vp_stage: int | None, regularization: Regularization) -> TransformerBlockSubmodules:
     transformer = getattr(config, "transformer", config)
+    check(transformer, regularization, core_attention="sdpa")
     _warn_about_other_dropouts(transformer, regularization.placement)
     return block_spec(config, regularization, vp_stage)
 

@@ -92,7 +92,10 @@ def stock_stack(
 
 
 def _named(regularization: Regularization) -> Any:
-    return stack_spec("transformer_engine" if HAVE_TE else "local", regularization)
+    spec = stack_spec("transformer_engine" if HAVE_TE else "local", regularization)
+    if isinstance(spec.submodules, FinalNormHybridStackSubmodules):
+        spec.submodules.regularization = regularization
+    return spec
 
 
 #: No dropout in the layers.

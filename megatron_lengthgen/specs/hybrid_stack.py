@@ -7,6 +7,8 @@ import torch
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 
+from megatron_lengthgen.regularization import Regularization
+from megatron_lengthgen.specs.checks import check
 from megatron_lengthgen.specs.streams import stack_stream
 
 __all__ = ["FinalNormHybridStack", "FinalNormHybridStackSubmodules"]
@@ -18,9 +20,11 @@ class FinalNormHybridStackSubmodules(HybridStackSubmodules):
 
     Attributes:
         final_norm: Builder of the norm before the output layer (``HybridStack`` hard-codes Transformer Engine's).
+        regularization: What to check the config against before a layer is built; None where that has been done.
     """
 
     final_norm: Any = TENorm
+    regularization: Regularization | None = None
 
 
 class FinalNormHybridStack(HybridStack):
@@ -34,6 +38,8 @@ class FinalNormHybridStack(HybridStack):
     def __init__(
         self, config: Any, submodules: FinalNormHybridStackSubmodules, *, post_layer_norm: bool = True, **kwargs: Any
     ) -> None:
+        if submodules.regularization is not None:
+            check(config, submodules.regularization, kind="hybrid", core_attention="sdpa")
         super().__init__(config, submodules, post_layer_norm=False, **kwargs)
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:
