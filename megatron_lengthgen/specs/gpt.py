@@ -95,7 +95,8 @@ def core_attention_class(core_attention: CoreAttention) -> type:
 
 def _named(config: Any, vp_stage: int | None, regularization: Regularization) -> TransformerBlockSubmodules:
     transformer = getattr(config, "transformer", config)
-    check(transformer, regularization, core_attention="sdpa")
+    # A flat config is Megatron Bridge's, which makes layers of multi-token prediction from this spec.
+    check(transformer, regularization, core_attention="sdpa", mtp_follows_spec=transformer is config)
     _warn_about_other_dropouts(transformer, regularization.placement)
     return block_spec(config, regularization, vp_stage)
 
