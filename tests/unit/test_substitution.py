@@ -1,24 +1,29 @@
 """The substitution against the stock spec: what changes, and above all what does not."""
 
 import copy
-import dataclasses
-import functools
 import warnings
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.models.gpt import GPTModelConfig
+from spec_models import (
+    assert_same,
+    batch,
+    build,
+    make_config,
+    sharded_keys,
+    snapshot,
+    stock_block,
+    stock_layer,
+    train_step,
+)
 
 from megatron_lengthgen.dropout.functional import moments, pre_linear_dropout, vpad
 from megatron_lengthgen.errors import UserError
@@ -31,87 +36,6 @@ from megatron_lengthgen.specs.torch_norm import RMSNorm, TorchNorm
 pytestmark = pytest.mark.usefixtures("megatron_single")
 PLACEMENTS = ("none", "pre_norm", "pre_linear", "vpad")
 NORMS = ("RMSNorm", "LayerNorm")
-
-
-def make_config(**fields: Any) -> TransformerConfig:
-    return TransformerConfig(
-        **{
-            "num_layers": 3,
-            "hidden_size": 48,
-            "num_attention_heads": 4,
-            "num_query_groups": 2,
-            "transformer_impl": "local",
-            "normalization": "RMSNorm",
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "use_cpu_initialization": True,
-            "bias_dropout_fusion": False,
-            "persist_layer_norm": False,
-            **fields,
-        }
-    )
-
-
-def stock_layer(config: TransformerConfig) -> ModuleSpec:
-    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-
-
-def stock_block(config: TransformerConfig) -> TransformerBlockSubmodules:
-    return TransformerBlockSubmodules(
-        layer_specs=[stock_layer(config)] * config.num_layers, layer_norm=WrappedTorchNorm
-    )
-
-
-def build(spec: Any, config: TransformerConfig, **fields: Any) -> GPTModel:
-    """A model with weights from seed 1 and norms that are not at their initial values."""
-    torch.manual_seed(1)
-    model = GPTModel(config, spec, vocab_size=96, max_sequence_length=64, position_embedding_type="rope", **fields).to(
-        config.params_dtype
-    )
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, mean=0.8, std=0.3)
-    return model
-
-
-def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(0, 96, (2, 33), generator=generator)
-    return tokens[:, :-1], torch.arange(32).expand(2, -1), tokens[:, 1:]
-
-
-def losses(model: GPTModel) -> torch.Tensor:
-    tokens, positions, labels = batch()
-    return model(tokens, positions, None, labels=labels)
-
-
-def train_step(model: GPTModel, seed: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of one step in training mode, random streams from seed 5."""
-    model.train().zero_grad()
-    seed(5)
-    loss = losses(model).mean()
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(a: tuple[torch.Tensor, dict[str, torch.Tensor]], b: tuple[torch.Tensor, dict[str, torch.Tensor]]):
-    assert torch.equal(a[0], b[0])
-    assert a[1].keys() == b[1].keys()
-    for name, grad in a[1].items():
-        assert torch.equal(grad, b[1][name]), name
-
-
-def snapshot(value: Any) -> Any:
-    """A spec as nested tuples that compare by content."""
-    if isinstance(value, functools.partial):
-        return ("partial", value.func, value.args, snapshot(value.keywords))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return (type(value), [(f.name, snapshot(getattr(value, f.name))) for f in dataclasses.fields(value)])
-    if isinstance(value, dict):
-        return [(key, snapshot(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [snapshot(item) for item in value]
-    return value
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -146,14 +70,7 @@ def test_checkpoint_keys_equal_the_stock_specs(placement, sites):
     stock = build(stock_block(config), config)
     ours = build(substitute(stock_block(config), placement, p=0.1, sites=sites), config)
 
-    def keys(model: GPTModel) -> dict[str, tuple[Any, ...]]:
-        tensors = model.sharded_state_dict()
-        return {
-            name: (getattr(t, "key", None), getattr(t, "global_shape", None), getattr(t, "replica_id", None))
-            for name, t in tensors.items()
-        }
-
-    assert keys(ours) == keys(stock)
+    assert sharded_keys(ours) == sharded_keys(stock)
     assert ours.state_dict().keys() == stock.state_dict().keys()
     assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
     assert len(list(site.sites(ours))) == 2 * 3 + ("output" in sites)
