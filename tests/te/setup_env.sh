@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv-te: what .venv has, plus Transformer Engine, for tests against the real thing on a machine without CUDA.
 # Usage: bash tests/te/setup_env.sh WHEELS_DIR [bridge]
-#   WHEELS_DIR  a folder with a transformer_engine_torch wheel built for .venv's Python and torch (PyPI has its source only)
+#   WHEELS_DIR  a folder with a transformer_engine_torch wheel for .venv's Python and torch (PyPI has the source only)
 #   bridge      add Megatron Bridge
 # Nothing of .venv is installed a second time or changed: a .pth file puts its packages behind .venv-te's own.
 # Run scripts with .venv-te/bin/te-python, which also shows Transformer Engine the CUDA libraries of torch's wheels.
