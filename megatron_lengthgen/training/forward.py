@@ -74,16 +74,18 @@ def forward_step(
         progress: follows the microbatches.
     """
     from megatron.core.utils import get_attr_wrapped_model
+    from megatron.training import get_args
 
     progress.microbatch()
     vp_stage = get_attr_wrapped_model(model, "vp_stage", allow_none=True)
     batch = _batch(data_iterator, vp_stage)
+    # On a GPU Megatron's own loss, with the fusion that its arguments choose; HybridModel takes no other one.
+    is_ours = backends.prepare() == "cpu" and not get_args().hybrid_layer_pattern
     output = model(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],
         labels=batch["labels"],
-        # On a GPU Megatron's own loss, with the fusion that its arguments choose.
-        output_processor=language_model_loss if backends.prepare() == "cpu" else None,
+        **({"output_processor": language_model_loss} if is_ours else {}),
     )
     return output, partial(_loss, batch["loss_mask"], progress)
