@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,10 @@ def _stored(path: Path) -> tuple[argparse.Namespace, dict[str, Any]]:
     from megatron.core import dist_checkpointing
 
     try:
-        common = dist_checkpointing.load_common_state_dict(path)
+        with warnings.catch_warnings():
+            # One process reads it, and torch says so where the others are not connected yet.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            common = dist_checkpointing.load_common_state_dict(path)
     except Exception as error:
         raise UserError(
             f"the arguments in {path} cannot be read ({error}); copy or save the checkpoint again"
@@ -203,7 +207,8 @@ def load_model(
         overrides: Megatron arguments that win over the stored ones; the key ``lengthgen`` replaces that section.
 
     Returns:
-        This rank's ``GPTModel`` in evaluation mode, without a wrapper, and the arguments it was built from.
+        This rank's ``GPTModel`` or ``HybridModel`` in evaluation mode, without a wrapper, and the arguments it was
+        built from.
 
     Raises:
         UserError: before the model is built where the checkpoint is incomplete or the layout does not fit; after it
@@ -231,8 +236,6 @@ def load_model(
 def _check_layout(stored: argparse.Namespace, tensor_parallel: int) -> None:
     if tensor_parallel < 1:
         raise UserError(f"tensor parallel size must be at least 1, got {tensor_parallel}")
-    if getattr(stored, "hybrid_layer_pattern", None):
-        raise UserError(f"hybrid model ({stored.hybrid_layer_pattern}): only GPT checkpoints can be loaded here")
     # In evaluation our own specs compute what the stock one does; another's cannot be known.
     spec = getattr(stored, "spec", None)
     if spec and not str(spec[0]).startswith("megatron_lengthgen."):
@@ -280,6 +283,8 @@ def _arguments(
             "micro_batch_size": 1,
             **LOCAL,
             "tensor_model_parallel_size": tensor_parallel,
+            # Without borders between stages: there is one.
+            "hybrid_layer_pattern": (getattr(stored, "hybrid_layer_pattern", None) or "").replace("|", "") or None,
             "tokenizer_type": "NullTokenizer",
             "vocab_size": stored.vocab_size or stored.padded_vocab_size,
             "no_initialization": True,

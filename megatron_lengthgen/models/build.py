@@ -5,7 +5,7 @@ import contextlib
 import functools
 import io
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,12 +15,16 @@ from megatron_lengthgen.regularization import Regularization
 
 __all__ = ["build_model", "initialize", "model_config", "regularization"]
 
+#: What else ``args.lengthgen`` holds.
+_NOT_DROPOUT = ("attention", "core_attention", "mask_version")
+#: Symbols of ``hybrid_layer_pattern`` for which :func:`.specs.hybrid.stock_stack` has no local layer: Megatron would
+#: build an ``IdentityOp`` in their place.
+_NOT_LOCAL = frozenset("GD+")
+
 
 def regularization(args: argparse.Namespace) -> Regularization:
-    """The ``lengthgen`` section of ``args``, without the parts that became Megatron arguments."""
-    section = dict(getattr(args, "lengthgen", {}))
-    for name in ("attention", "core_attention"):
-        section.pop(name, None)
+    """The dropout that the ``lengthgen`` section of ``args`` asks for; none without a section."""
+    section = {name: value for name, value in getattr(args, "lengthgen", {}).items() if name not in _NOT_DROPOUT}
     return Regularization.from_mapping({"placement": "none", **section})
 
 
@@ -34,16 +38,52 @@ def model_config(args: argparse.Namespace) -> Any:
         ``GPTModelConfig``, or ``HybridModelConfig`` where ``args.hybrid_layer_pattern`` is set.
 
     Raises:
-        UserError: where another spec was asked for as well.
+        UserError: where another spec was asked for as well, something that the layers need is missing, or Megatron
+            would run the model wrongly.
     """
     backends.prepare()
     if args.spec is not None:
         raise UserError(
             f"spec {' '.join(args.spec)!r} and the lengthgen section both choose the layer spec: write one of them"
         )
+    _check_layers(args)
+    from megatron_lengthgen.specs import checks
+
+    chosen, core_attention = regularization(args), _core_attention(args)
+    checks.check_arguments(args, chosen, keyed=True)
     config = _hybrid_config(args) if args.hybrid_layer_pattern else _gpt_config(args)
+    kind: Literal["gpt", "hybrid"] = "hybrid" if args.hybrid_layer_pattern else "gpt"
+    checks.check(config, chosen, kind=kind, keyed=True, core_attention=core_attention)
     config.pre_wrap_hooks.append(functools.partial(_bind, args))
     return config
+
+
+def _check_layers(args: argparse.Namespace) -> None:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.ssm.mamba_mixer import HAVE_MAMBA_SSM
+
+    if args.transformer_impl == "transformer_engine" and not (HAVE_TE and torch.cuda.is_available()):
+        lack, way = ("finds no CUDA", "") if HAVE_TE else ("cannot be imported", "install it, or ")
+        raise UserError(
+            f"transformer_impl is transformer_engine, and Transformer Engine {lack} here: {way}set transformer_impl: "
+            "local"
+        )
+    symbols = args.hybrid_layer_pattern or ""
+    if "M" in symbols and not HAVE_MAMBA_SSM:
+        raise UserError(
+            f"hybrid_layer_pattern {symbols!r} has Mamba layers (M), which need mamba_ssm, and it cannot be imported "
+            "here: install mamba-ssm on a machine with CUDA, or choose a pattern without M"
+        )
+    if "E" in symbols and not args.num_experts:
+        raise UserError(
+            f"hybrid_layer_pattern {symbols!r} has mixtures of experts (E): say how many experts with num_experts"
+        )
+    absent = sorted(_NOT_LOCAL.intersection(symbols))
+    if absent and args.transformer_impl == "local":
+        raise UserError(
+            f"hybrid_layer_pattern {symbols!r} has layers of kind {absent[0]!r}, which transformer_impl: local does "
+            "not have: choose M, *, - and E, or transformer_impl: transformer_engine"
+        )
 
 
 def _gpt_config(args: argparse.Namespace) -> Any:
@@ -65,6 +105,8 @@ def _hybrid_config(args: argparse.Namespace) -> Any:
 
     from megatron_lengthgen.specs import hybrid
 
+    if args.use_rope_scaling:
+        raise UserError("use_rope_scaling is on, and Megatron's hybrid models have no such scaling: switch it off")
     config = hybrid_config_from_args(args)
     config.hybrid_stack_spec = hybrid.stack_spec(
         args.transformer_impl, regularization(args), core_attention=_core_attention(args)

@@ -3,26 +3,28 @@
 import argparse
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_lengthgen import megatron_args
+from megatron_lengthgen import backends, megatron_args
 from megatron_lengthgen.attention.pattern import AttentionPattern
 from megatron_lengthgen.checkpoint.load import TRACKER
 from megatron_lengthgen.choices import check_choice, suggest
 from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.models.build import regularization
 from megatron_lengthgen.regularization import Regularization
+from megatron_lengthgen.training.resume import record
 
 __all__ = ["RunConfig", "load", "parse"]
 
 _SECTION = "lengthgen"
 _CORE_ATTENTION = ("sdpa", "megatron")
 _MEGATRON_DEFAULT_DROPOUT = 0.1
-_REGULARIZATION = ("placement", "p", "fill", "statistics", "sites")
+_REGULARIZATION = tuple(option.name for option in fields(Regularization))
 _KEYS = (*_REGULARIZATION, "attention", "core_attention")
 
 
@@ -150,14 +152,39 @@ def _attention_arguments(values: Mapping[str, Any], section: Mapping[str, Any]) 
         return {}
     if not isinstance(attention, dict):
         raise UserError(f"{_SECTION}.attention must be a mapping such as {{window: 4096, pattern: WWWF}}")
-    if not isinstance(values.get("num_layers"), int):
+    layers, symbols = _num_layers(values), values.get("hybrid_layer_pattern")
+    if layers is None:
         raise UserError(f"{_SECTION}.attention needs num_layers in the configuration")
-    arguments = AttentionPattern.from_mapping(attention, values["num_layers"]).to_megatron()
+    pattern = attention.get("pattern")
+    if symbols is not None and isinstance(pattern, str) and len(pattern) < layers:
+        raise UserError(
+            f"{_SECTION}.attention.pattern {pattern!r} would be repeated over all symbols of hybrid_layer_pattern "
+            f"{symbols!r}, each of which is a layer to Megatron: write {layers} letters, one per symbol"
+        )
+    arguments = AttentionPattern.from_mapping(attention, layers).to_megatron()
     arguments = {name: value for name, value in arguments.items() if value is not None}
     both = sorted(arguments.keys() & {name for name, value in values.items() if value is not None})
     if both:
         raise UserError(f"{', '.join(both)} and {_SECTION}.attention say the same thing twice: keep one")
     return arguments
+
+
+def _num_layers(values: Mapping[str, Any]) -> int | None:
+    """Layers of the model, if known; every symbol of a hybrid model's pattern is one."""
+    symbols, written = values.get("hybrid_layer_pattern"), values.get("num_layers")
+    if symbols is None:
+        return written if isinstance(written, int) else None
+    backends.prepare()
+    from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_total_layer_count, parse_hybrid_pattern
+
+    try:
+        parse_hybrid_pattern(symbols)
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"hybrid_layer_pattern {symbols!r} is no pattern of layers: {_one_line(error)}") from error
+    layers = get_hybrid_total_layer_count(symbols)
+    if written not in (None, layers):
+        raise UserError(f"hybrid_layer_pattern {symbols!r} has {layers} layers: leave num_layers {written} out")
+    return layers
 
 
 def parse(run: RunConfig) -> argparse.Namespace:
@@ -168,8 +195,9 @@ def parse(run: RunConfig) -> argparse.Namespace:
     """
     _check_files(run.megatron)
     _check_layout(run.megatron)
-    args = megatron_args.parse(run.megatron, lengthgen=run.lengthgen)
+    args = megatron_args.parse(run.megatron, lengthgen=record(run.lengthgen))
     _check_vocabulary(args)
+    _check_schedule(args)
     _check_splits(args)
     return args
 
@@ -222,8 +250,15 @@ def _check_layout(values: Mapping[str, Any]) -> None:
                 f"tensor_model_parallel_size {tensor} does not divide {name} {count}; "
                 f"this model can use {', '.join(map(str, shared))}"
             )
-    pipeline, layers = int(values.get("pipeline_model_parallel_size") or 1), values.get("num_layers")
-    uneven = any(
+    pipeline, layers = int(values.get("pipeline_model_parallel_size") or 1), _num_layers(values)
+    symbols = values.get("hybrid_layer_pattern")
+    stages = 1 if symbols is None else symbols.split("/")[0].count("|") + 1
+    if stages > 1 and (stages % pipeline or pipeline == 1):
+        raise UserError(
+            f"pipeline_model_parallel_size {pipeline} does not fit the {stages} stages of hybrid_layer_pattern "
+            f"{symbols!r}: set it to {stages}, or take | out of the pattern"
+        )
+    uneven = stages > 1 or any(
         values.get(name)
         for name in (
             "decoder_first_pipeline_num_layers",
@@ -233,10 +268,11 @@ def _check_layout(values: Mapping[str, Any]) -> None:
             "account_for_loss_in_pipeline_split",
         )
     )
-    if isinstance(layers, int) and layers % pipeline and not uneven:
+    if layers is not None and layers % pipeline and not uneven:
+        way_out = "give decoder_first_pipeline_num_layers" if symbols is None else "write the stages' borders as |"
         raise UserError(
-            f"pipeline_model_parallel_size {pipeline} does not divide num_layers {layers}: choose one that does, or "
-            "give decoder_first_pipeline_num_layers"
+            f"pipeline_model_parallel_size {pipeline} does not divide num_layers {layers}: choose one that "
+            f"does, or {way_out}"
         )
     length = values.get("seq_length")
     if values.get("sequence_parallel") and isinstance(length, int) and length % tensor:
@@ -249,6 +285,27 @@ def _check_vocabulary(args: argparse.Namespace) -> None:
     if rows is not None and rows % args.tensor_model_parallel_size:
         raise UserError(
             f"tensor_model_parallel_size {args.tensor_model_parallel_size} does not divide the vocabulary's {rows} rows"
+        )
+
+
+def _check_schedule(args: argparse.Namespace) -> None:
+    """A dropout that the run ends before would go unnoticed."""
+    chosen = regularization(args)
+    # Under step_batch_size_schedule the number of steps is known once training has begun.
+    steps = args.train_iters
+    if not steps and args.train_samples and args.step_batch_size_schedule is None:
+        steps = args.train_samples // args.global_batch_size
+    if not (chosen.is_active and chosen.p and steps):
+        return
+    if chosen.start_step >= steps:
+        raise UserError(
+            f"{_SECTION}.start_step {chosen.start_step} is never reached in a run of {steps} steps, so that nothing "
+            "would be dropped: start earlier, or choose placement none"
+        )
+    if chosen.start_step + chosen.ramp_steps > steps:
+        raise UserError(
+            f"{_SECTION}.start_step {chosen.start_step} and ramp_steps {chosen.ramp_steps} end after the run's {steps} "
+            f"steps, so that p {chosen.p:g} would never be reached: start earlier, or ramp up faster"
         )
 
 

@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import io
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ import torch
 
 from megatron_lengthgen import backends
 from megatron_lengthgen.checkpoint.common import reason
-from megatron_lengthgen.checkpoint.load import TRACKER
+from megatron_lengthgen.dropout.masks import MASK_VERSION
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models import build
 from megatron_lengthgen.training import config as run_config
 from megatron_lengthgen.training.progress import TrainingProgress
+from megatron_lengthgen.training.resume import check_resume
 
 __all__ = ["dry_run", "train"]
 
@@ -30,6 +33,9 @@ _ONE_PROCESS = {
     "decoder_last_pipeline_num_layers": None,
     "pipeline_model_parallel_layout": None,
     "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "expert_tensor_parallel_size": None,
+    "tp_comm_overlap": False,
     "use_distributed_optimizer": False,
     # Nothing is read or written.
     "tensorboard_dir": None,
@@ -58,10 +64,14 @@ def train(run: run_config.RunConfig) -> None:
     from megatron_lengthgen.training.data import train_valid_test_datasets
     from megatron_lengthgen.training.forward import forward_step
 
-    finished = _finished_steps(args)
+    finished = check_resume(args)
     if args.train_iters and finished >= args.train_iters:
         if args.rank == 0:
-            print(f"{args.load} has all {args.train_iters} steps already: raise train_iters to train on", flush=True)
+            print(
+                f"{args.load} has all {args.train_iters} steps already: to train on, raise train_iters and set "
+                "override_opt_param_scheduler: true",
+                flush=True,
+            )
         return
     model = build.model_config(args)
     if args.rank == 0 and args.save:
@@ -91,13 +101,6 @@ def train(run: run_config.RunConfig) -> None:
         progress.stop()
 
 
-def _finished_steps(args: argparse.Namespace) -> int:
-    """Steps that the checkpoint to resume from has behind it."""
-    tracker = Path(args.load or "") / TRACKER
-    text = tracker.read_text().strip() if args.load and not args.finetune and tracker.is_file() else ""
-    return int(text) if text.isdigit() else 0
-
-
 def _is_reporting_rank() -> bool:
     """The last pipeline stage has the loss; one of its ranks reports, the one whose output torchrun shows last."""
     from megatron.core import mpu
@@ -122,24 +125,47 @@ def dry_run(run: run_config.RunConfig) -> None:
     with _world_size(max(ranks, int(os.environ.get("WORLD_SIZE", "1")))):
         # TensorBoard's writer would start a log.
         args = run_config.parse(dataclasses.replace(run, megatron={**run.megatron, "tensorboard_dir": None}))
+    check_resume(args)
+    build.model_config(args)
     _print_configuration(args, run)
     with _world_size(1):
-        alone = run_config.parse(
-            run_config.RunConfig(megatron={**run.megatron, **_ONE_PROCESS}, lengthgen=run.lengthgen)
-        )
+        alone = run_config.parse(dataclasses.replace(run, megatron=_on_one_process(run.megatron, args)))
         build.initialize(alone)
-        with torch.device("meta"):
-            (model,) = build.build_model(alone)
+        config = build.model_config(alone)
+        model = _without_weights(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"\nparameters: {parameters:,}")
-    print(format_layer_table(layer_table(build.model_config(alone), model)))
+    print(format_layer_table(layer_table(config, model)))
+
+
+def _without_weights(config: Any) -> torch.nn.Module:
+    """The model on the meta device; with Transformer Engine the vocabulary's two matrices are allocated."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    builder = config.get_builder_cls()(config)
+    with torch.device("meta"), contextlib.redirect_stdout(io.StringIO()):
+        return builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
+
+
+def _on_one_process(values: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments ``values``, parsed before as ``args``, for the whole model in one process."""
+    alone = {**values, **_ONE_PROCESS}
+    if args.hybrid_layer_pattern:
+        alone["hybrid_layer_pattern"] = args.hybrid_layer_pattern.replace("|", "")
+    if args.transformer_impl == "transformer_engine":
+        # Its layers would copy from a weight on the CPU otherwise, which has no values.
+        alone |= {"use_cpu_initialization": False, "init_model_with_meta_device": True}
+    return alone
 
 
 def _model_parallel_size(values: dict[str, Any]) -> int:
-    size = 1
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        size *= int(values.get(name) or 1)
-    return size
+    """Processes of the smallest layout: experts have a tensor parallelism of their own, over the same processes."""
+    tensor, pipeline, context, experts = (
+        int(values.get(f"{name}_size") or 1)
+        for name in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
+    )
+    expert_tensor = int(values.get("expert_tensor_parallel_size") or tensor)
+    return pipeline * math.lcm(tensor * context, expert_tensor * experts)
 
 
 @contextlib.contextmanager
@@ -174,6 +200,21 @@ def _print_configuration(args: argparse.Namespace, run: run_config.RunConfig) ->
     print(f"layout: {layout} on {args.world_size} process(es)")
     print(f"training: {steps:,} steps, {steps * args.global_batch_size * args.seq_length:,} tokens")
     print(f"weight decay: {args.weight_decay}, on weight matrices and embeddings")
+    print(f"masks: {_masks(args)}")
+
+
+def _masks(args: argparse.Namespace) -> str:
+    """Where dropout's masks come from, and what may change without changing them."""
+    chosen = build.regularization(args)
+    if not (chosen.is_active and chosen.p):
+        nothing = "" if chosen.placement == "pre_norm" and chosen.p else ", which drops nothing"
+        return f"Megatron's random streams (placement {chosen.placement}{nothing}); they depend on the layout"
+    attention = args.attention_dropout
+    own = f"; attention_dropout {attention:g} draws from Megatron's random streams" if attention else ""
+    return (
+        f"layout-invariant, Philox4x32-10, version {MASK_VERSION}, seed {args.seed}; the same under any TP/PP/DP/CP "
+        f"layout, recomputation and resume{own}"
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -5,10 +5,15 @@ from typing import Any
 
 import pytest
 import yaml
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.ssm.mamba_mixer import HAVE_MAMBA_SSM
 
 from megatron_lengthgen import megatron_args
+from megatron_lengthgen.dropout.masks import MASK_VERSION
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.training import config
+from megatron_lengthgen.models import build
+from megatron_lengthgen.regularization import Regularization
+from megatron_lengthgen.training import config, run
 
 MODEL: dict[str, Any] = {
     "num_layers": 4,
@@ -137,6 +142,165 @@ def test_arguments_arrive(write) -> None:
     args = config.parse(config.load(write({**MODEL, **TRAINING, "mock_data": True, "lengthgen": {"p": 0.2}})))
     assert (args.num_layers, args.lr, args.hidden_dropout) == (4, 1e-3, 0.0)
     assert args.lengthgen["p"] == 0.2
+
+
+def test_everything_about_the_dropout_is_recorded_defaults_included(write) -> None:
+    section = {"placement": "pre_linear", "sites": ["mlp"], "ramp_steps": 2}
+    run = config.load(write({**MODEL, **TRAINING, "mock_data": True, "hidden_dropout": 0.3, "lengthgen": section}))
+    args = config.parse(run)
+    assert args.lengthgen == {
+        "placement": "pre_linear",
+        "p": 0.3,
+        "fill": "zero",
+        "statistics": "batch",
+        "sites": ["mlp"],
+        "start_step": 0,
+        "ramp_steps": 2,
+        "core_attention": "sdpa",
+        "mask_version": MASK_VERSION,
+    }
+    assert build.regularization(args) == Regularization("pre_linear", p=0.3, sites=("mlp",), ramp_steps=2)
+    # What --dry-run shows can be written into a configuration again.
+    assert config.load(write({**MODEL, "lengthgen": run.lengthgen})).lengthgen == run.lengthgen
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"start_step": 3}, r"start_step 3 is never reached in a run of 3 steps"),
+        ({"start_step": 1000}, r"start_step 1000 is never reached"),
+        (
+            {"start_step": 1, "ramp_steps": 3},
+            r"start_step 1 and ramp_steps 3 end after .* 3 steps, so that p 0\.1 would",
+        ),
+        ({"ramp_steps": 4}, r"ramp_steps 4 end after"),
+        ({"start_step": 1.5}, r"start_step must be a number of training steps, got 1\.5"),
+        ({"placement": "pre_norm", "start_step": 1}, r"leave out start_step and ramp_steps"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_run_is_refused(write, section: dict[str, Any], message: str) -> None:
+    tree = {**MODEL, **TRAINING, "mock_data": True, "lengthgen": {"placement": "vpad", **section}}
+    with pytest.raises(UserError, match=message):
+        config.parse(config.load(write(tree)))
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"placement": "vpad", "start_step": 2},
+        {"placement": "vpad", "start_step": 1, "ramp_steps": 2},
+        {"placement": "none", "start_step": 1000},
+        {"placement": "vpad", "p": 0.0, "start_step": 1000},
+    ],
+)
+def test_a_schedule_that_ends_in_time_or_drops_nothing_is_taken(write, section: dict[str, Any]) -> None:
+    config.parse(config.load(write({**MODEL, **TRAINING, "mock_data": True, "lengthgen": section})))
+
+
+def test_steps_may_be_given_in_samples(write) -> None:
+    training = {name: value for name, value in TRAINING.items() if name != "train_iters"}
+    tree = {**MODEL, **training, "mock_data": True, "train_samples": 20, "lengthgen": {"placement": "vpad"}}
+    config.parse(config.load(write(tree), ["lengthgen.start_step=9"]))
+    with pytest.raises(UserError, match="start_step 10 is never reached in a run of 10 steps"):
+        config.parse(config.load(write(tree), ["lengthgen.start_step=10"]))
+
+
+HYBRID: dict[str, Any] = {**MODEL, "num_layers": None, "position_embedding_type": "rope"}
+
+
+def test_every_symbol_of_a_hybrid_is_a_layer(write) -> None:
+    section = {"attention": {"window": 16, "pattern": ["W", "F", "F", "W"], "rope": "windowed"}}
+    tree = {**HYBRID, **TRAINING, "mock_data": True, "hybrid_layer_pattern": "*-*-", "lengthgen": section}
+    args = config.parse(config.load(write(tree)))
+    assert (args.num_layers, args.window_attn_skip_freq, args.no_rope_freq) == (4, [1, 0, 0, 1], [0, 1, 1, 0])
+    del section["attention"]["pattern"]
+    assert config.load(write(tree)).megatron["window_attn_skip_freq"] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"lengthgen": {"attention": {"window": 16, "pattern": "WF"}}},
+            r"pattern 'WF' would be repeated .*'\*-\*-'.*write 4 letters",
+        ),
+        ({"lengthgen": {"attention": {"window": 16, "pattern": ["W", "F"]}}}, r"pattern lists 2 layers.* has 4"),
+        ({"num_layers": 2}, r"has 4 layers: leave num_layers 2 out"),
+        ({"hybrid_layer_pattern": "*X"}, r"'\*X' is no pattern of layers: .*'X' is not a valid layer symbol"),
+        ({"hybrid_layer_pattern": 4}, r"4 is no pattern of layers"),
+        ({"hybrid_layer_pattern": "*-|*-"}, r"1 does not fit the 2 stages of .*set it to 2, or take \\| out"),
+        ({"hybrid_layer_pattern": "*-|*-|*", "pipeline_model_parallel_size": 2}, r"2 does not fit the 3 stages"),
+        ({"pipeline_model_parallel_size": 3}, r"3 does not divide num_layers 4.*borders as \\|"),
+    ],
+)
+def test_hybrids_that_cannot_run_are_refused(write, values: dict[str, Any], message: str) -> None:
+    tree = {**HYBRID, **TRAINING, "mock_data": True, "hybrid_layer_pattern": "*-*-", **values}
+    with pytest.raises(UserError, match=message):
+        config.parse(config.load(write(tree)))
+
+
+needs_absent = pytest.mark.skipif(HAVE_TE or HAVE_MAMBA_SSM, reason="Transformer Engine or mamba_ssm is installed here")
+
+
+@needs_absent
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({**MODEL, "transformer_impl": "transformer_engine"}, r"Transformer Engine cannot be imported .*impl: local"),
+        ({**HYBRID, "hybrid_layer_pattern": "M-*-"}, r"'M-\*-' has Mamba layers \(M\), which need mamba_ssm"),
+        ({**HYBRID, "hybrid_layer_pattern": "G-*-"}, r"layers of kind 'G', which transformer_impl: local does not"),
+        ({**HYBRID, "hybrid_layer_pattern": "E*"}, r"experts \(E\): say how many experts with num_experts"),
+        ({**HYBRID, "hybrid_layer_pattern": "*-", "use_rope_scaling": True}, r"use_rope_scaling is on"),
+        ({**MODEL, "flash_decode": True, "window_size": "15,0"}, r"flash_decode ignores window_size"),
+        ({**MODEL, "spec": ["somebody.specs", "one"]}, r"'somebody\.specs one' and the lengthgen section"),
+    ],
+)
+def test_what_the_layers_lack_is_said_before_the_model_is_built(write, values: dict[str, Any], message: str) -> None:
+    args = config.parse(config.load(write({**values, **TRAINING, "mock_data": True})))
+    with pytest.raises(UserError, match=message):
+        build.model_config(args)
+
+
+def shown(write, capsys: pytest.CaptureFixture[str], tree: dict[str, Any]) -> list[str]:
+    run.dry_run(config.load(write({**TRAINING, "mock_data": True, "position_embedding_type": "rope", **tree})))
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_dry_run_names_the_masks_and_what_each_layer_does(write, capsys: pytest.CaptureFixture[str]) -> None:
+    section = {"placement": "vpad", "attention": {"window": 16, "pattern": "WWWF", "rope": "windowed"}}
+    lines = shown(write, capsys, {**MODEL, "position_embedding_type": "rope", "lengthgen": section})
+    assert (
+        f"masks: layout-invariant, Philox4x32-10, version {MASK_VERSION}, seed 1234; the same under any TP/PP/DP/CP "
+        "layout, recomputation and resume"
+    ) in lines
+    vpad = "vpad p=0.1 fill=zero statistics=batch"
+    assert [line.split(maxsplit=5) for line in lines[-2:]] == [
+        ["1-3", "attention,", "mlp", "16", "yes", f"{vpad}  {vpad}"],
+        ["4", "attention,", "mlp", "full", "no", f"{vpad}  {vpad}"],
+    ]
+
+
+@pytest.mark.parametrize(("placement", "site"), [("pre_norm", "pre_norm p=0.1"), ("none", "none")])
+def test_a_dry_run_says_where_the_masks_are_megatrons(
+    write, capsys: pytest.CaptureFixture[str], placement: str, site: str
+) -> None:
+    lines = shown(write, capsys, {**MODEL, "lengthgen": {"placement": placement}})
+    (masks,) = (line for line in lines if line.startswith("masks: "))
+    assert masks.startswith(f"masks: Megatron's random streams (placement {placement}")
+    assert lines[-1].split()[5:] == [*site.split(), *site.split()]
+
+
+def test_a_dry_run_of_a_hybrid_in_stages_shows_all_its_layers(write, capsys: pytest.CaptureFixture[str]) -> None:
+    section = {"placement": "pre_linear", "attention": {"window": 16, "pattern": "WFFF"}}
+    model = {**HYBRID, "hybrid_layer_pattern": "*-|*E", "pipeline_model_parallel_size": 2, "num_experts": 4}
+    lines = shown(write, capsys, {**model, "add_bias_linear": False, "lengthgen": section})
+    assert "layout: TP 1, PP 2, CP 1, DP 1 on 2 process(es)" in lines
+    assert [line.split() for line in lines[-4:]] == [
+        ["1", "attention", "16", "yes", "pre_linear", "p=0.1", "none"],
+        ["2", "mlp", "-", "-", "none", "pre_linear", "p=0.1"],
+        ["3", "attention", "full", "yes", "pre_linear", "p=0.1", "none"],
+        ["4", "moe", "-", "-", "none", "pre_linear", "p=0.1", "(experts;", "not", "the", "router)"],
+    ]
 
 
 @pytest.mark.parametrize(
