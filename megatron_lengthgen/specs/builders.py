@@ -7,10 +7,18 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
+from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.specs.site import AfterNorm, BeforeExperts, BeforeLinear, SiteDropout, resolve_probability
 
-__all__ = ["LinearWithDropout", "NormWithDropout", "SiteBuilder", "bias_add_with_dropout", "experts_with_dropout"]
+__all__ = [
+    "LinearWithDropout",
+    "NormWithDropout",
+    "RefusedLayer",
+    "SiteBuilder",
+    "bias_add_with_dropout",
+    "experts_with_dropout",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +62,14 @@ class LinearWithDropout:
         if dropout := site.dropout(config):
             linear.register_forward_pre_hook(BeforeLinear(dropout))
         return linear
+
+
+class RefusedLayer:
+    """In the slot of a layer that cannot be substituted, and that a model may not use."""
+
+    def __new__(cls, *args: Any, reason: str, **kwargs: Any) -> torch.nn.Module:  # type: ignore[misc]
+        """Raise :class:`UserError` with ``reason``."""
+        raise UserError(reason)
 
 
 def experts_with_dropout(*, site: SiteBuilder, submodules: Any, **kwargs: Any) -> torch.nn.Module:

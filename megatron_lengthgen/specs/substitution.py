@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from megatron_lengthgen.specs import transformer_engine
 from megatron_lengthgen.specs.builders import (
     LinearWithDropout,
     NormWithDropout,
+    RefusedLayer,
     SiteBuilder,
     bias_add_with_dropout,
     experts_with_dropout,
@@ -55,8 +55,9 @@ def substitute[Spec: (ModuleSpec, TransformerBlockSubmodules, MultiTokenPredicti
 
     Returns:
         A new spec of the same type. Megatron's residual dropout is off in its layers, except for ``pre_norm``, which
-        *is* that dropout. Norms of queries and keys are left alone. Where a mixture-of-experts layer follows its norm,
-        the experts' input is dropped and the router's is not.
+        *is* that dropout. Norms of queries, keys and latents are left alone. Where a mixture-of-experts layer follows
+        its norm, the experts' input is dropped and the router's is not. What a stack spec has and cannot be substituted
+        is refused when it is built, since a pattern need not use it.
 
     Raises:
         UserError: an invalid choice, or a spec for which the substitution would be incomplete.
@@ -158,9 +159,7 @@ def _stack(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
     spec = copy.deepcopy(spec)
     parts = spec.submodules
     if get_module(spec) not in (HybridStack, FinalNormHybridStack) or not isinstance(parts, HybridStackSubmodules):
-        raise UserError(
-            f"cannot substitute into a spec of {_name(get_module(spec))}: give one of megatron.core's HybridStack"
-        )
+        raise UserError(f"cannot substitute into a spec of {_name(spec)}: give one of megatron.core's HybridStack")
     if _has("mtp", regularization):
         raise UserError(
             "site 'mtp' is in multi-token prediction, whose layers a hybrid model builds past its spec's stack: leave "
@@ -168,7 +167,7 @@ def _stack(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
         )
     for name, layer in vars(parts).items():
         if name.endswith("_layer") and layer is not IdentityOp:
-            setattr(parts, name, _layer(layer, regularization))
+            setattr(parts, name, _layer_of_stack(layer, regularization))
     if not regularization.is_active:
         return spec
     final_norm = getattr(parts, "final_norm", TENorm)
@@ -180,6 +179,14 @@ def _stack(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
     return spec
 
 
+def _layer_of_stack(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
+    """A stack has slots for kinds of layers that its pattern may lack: what is refused is refused when it is built."""
+    try:
+        return _layer(spec, regularization)
+    except UserError as error:
+        return ModuleSpec(module=RefusedLayer, params={"reason": str(error)})
+
+
 def _layer(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
     spec = copy.deepcopy(spec)
     if _is_a(spec, TransformerLayer) and isinstance(spec.submodules, TransformerLayerSubmodules):
@@ -187,7 +194,7 @@ def _layer(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
     if _is_a(spec, MambaLayer) and isinstance(spec.submodules, MambaLayerSubmodules):
         return _mamba_layer(spec, regularization)
     raise UserError(
-        f"cannot substitute into a spec of {_name(get_module(spec))} with submodules of type "
+        f"cannot substitute into a spec of {_name(spec)} with submodules of type "
         f"{type(spec.submodules).__name__}: only layers of type TransformerLayer and MambaLayer are supported"
     )
 
@@ -315,5 +322,6 @@ def _submodules(spec: Any) -> Any:
     return getattr(spec, "submodules", None)
 
 
-def _name(module: Callable[..., Any] | Any) -> str:
+def _name(builder: Any) -> str:
+    module = get_module(builder) if isinstance(builder, ModuleSpec) else builder
     return getattr(module, "__name__", None) or type(module).__name__
