@@ -22,6 +22,7 @@ def test_every_line_names_a_spec_that_megatron_finds() -> None:
 def test_the_command_line_lists_them() -> None:
     command = [sys.executable, "-m", "megatron_lengthgen.specs"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stderr == ""
     lines = result.stdout.splitlines()
     for name, text in cli.describe().items():
         assert any(line.split(maxsplit=1) == [name, text] for line in lines)
