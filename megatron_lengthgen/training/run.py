@@ -7,6 +7,7 @@ import functools
 import io
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ _ONE_PROCESS = {
 }
 
 
-def train(run: run_config.RunConfig) -> None:
+def train(run: run_config.RunConfig, *, datasets: Callable[..., Any] | None = None) -> None:
     """Train with ``megatron.training.pretrain``; every process that torchrun started calls this.
+
+    Args:
+        run: What to do.
+        datasets: Megatron's dataset provider; by default the blended datasets that ``run`` names.
 
     Raises:
         UserError: for a configuration that cannot run; nothing was built then.
@@ -88,7 +93,7 @@ def train(run: run_config.RunConfig) -> None:
     try:
         pretrain(
             pretrain_cfg_container_from_args(args, model),
-            train_valid_test_datasets,
+            datasets or train_valid_test_datasets,
             ModelType.encoder_or_decoder,
             functools.partial(forward_step, progress=progress),
         )
