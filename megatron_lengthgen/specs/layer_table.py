@@ -4,6 +4,8 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from megatron_lengthgen.attention.pattern import AttentionPattern
 from megatron_lengthgen.regularization import SITES
@@ -23,43 +25,43 @@ def layer_table(config: Any, model: torch.nn.Module) -> list[dict[str, Any]]:
 
     Returns:
         Rows ``{"layer": 1, "kind": "attention, mlp", "window": 512 or "full", "rope": bool, site: text, ...}``, with
-        the dropout of each site that the layer has (window and rope are None without attention); then rows of sites
-        outside of the layers, ``{"layer": "output", "output": text}``.
+        the dropout of each site that the layer has (window and rope are None without attention), layers of multi-token
+        prediction as ``"mtp 1"``; then rows of sites outside of the layers, ``{"layer": "output", "output": text}``.
     """
     transformer = getattr(config, "transformer", config)
     pattern = AttentionPattern.from_megatron(transformer)
     rotary = getattr(config, "position_embedding_type", "rope") in ("rope", "yarn", "mrope")
     found = list(sites(model))
     rows: list[dict[str, Any]] = []
-    layers = {name: layer for name, layer in model.named_modules() if _is_layer(name, layer)}
-    for name, layer in layers.items():
-        number: int = layer.layer_number
+    layers = {name: layer for name, layer in model.named_modules() if _is_layer(name)}
+    for name, module in layers.items():
+        number: int = module.layer_number
+        # Multi-token prediction counts its layers from 1, and Megatron reads windows by that number.
+        is_mtp = isinstance(module, MultiTokenPredictionLayer)
+        layer: Any = module.mtp_model_layer if is_mtp else module
         kinds = _kinds(layer)
-        row: dict[str, Any] = {"layer": number, "kind": ", ".join(kinds), "window": None, "rope": None}
+        row: dict[str, Any] = {"layer": f"mtp {number}" if is_mtp else number, "kind": ", ".join(kinds)}
+        row |= {"window": None, "rope": None}
         if "attention" in kinds:
             row["window"] = pattern.window if pattern.windowed[number - 1] else "full"
             row["rope"] = rotary and pattern.rope[number - 1]
         row |= _residual_dropout(layer, kinds)
-        row |= {d.site: _describe(d, "moe" in kinds) for n, _, d in found if n.startswith(f"{name}.") or n == name}
+        row |= {d.site: _describe(d, "moe" in kinds) for n, _, d in found if n.startswith(f"{name}.")}
         rows.append(row)
     outside = {d.site: _describe(d) for n, _, d in found if not any(n.startswith(f"{name}.") for name in layers)}
     return rows + [{"layer": site, site: text} for site, text in outside.items()]
 
 
-def _is_layer(name: str, module: torch.nn.Module) -> bool:
+def _is_layer(name: str) -> bool:
     parts = name.split(".")
-    return len(parts) >= 3 and parts[-3:-1] == ["decoder", "layers"] and hasattr(module, "layer_number")
+    return parts[-3:-1] in (["decoder", "layers"], ["mtp", "layers"])
 
 
 def _kinds(layer: torch.nn.Module) -> list[str]:
     """The parts of a layer, of ``attention``, ``mlp``, ``moe`` and ``mamba``."""
-    parts = {"self_attention": "attention", "mlp": "mlp", "mixer": "mamba"}
-    present = [
-        kind
-        for name, kind in parts.items()
-        if hasattr(layer, name) and type(getattr(layer, name)).__name__ != "IdentityOp"
-    ]
-    return ["moe" if kind == "mlp" and getattr(layer, "is_moe_layer", False) else kind for kind in present]
+    mlp = "moe" if getattr(layer, "is_moe_layer", False) else "mlp"
+    parts = {"self_attention": "attention", "mlp": mlp, "mixer": "mamba"}
+    return [kind for name, kind in parts.items() if not isinstance(getattr(layer, name, None), IdentityOp | None)]
 
 
 def _residual_dropout(layer: torch.nn.Module, kinds: list[str]) -> dict[str, str]:
@@ -87,7 +89,7 @@ def format_layer_table(rows: list[dict[str, Any]]) -> str:
     # A column for each site that some layer has, `attention` and `mlp` always: that they are empty is worth seeing.
     names = [site for site in SITES if site in ("attention", "mlp") or any(site in row for row in layers)]
     lines: list[tuple[str, ...]] = [(*_COLUMNS, *names)]
-    for cells, group in groupby(layers, key=lambda row: _cells(row, names)):
+    for (_, cells), group in groupby(layers, key=lambda row: (type(row["layer"]), _cells(row, names))):
         numbers = [row["layer"] for row in group]
         label = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
         lines.append((label, *cells))

@@ -10,12 +10,15 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
-Step = tuple[torch.Tensor, dict[str, torch.Tensor]]
+from megatron_lengthgen.specs import hybrid
+
+Step = tuple[Tensor, dict[str, Tensor]]
 
 
 def make_config(config_class: type[TransformerConfig] = TransformerConfig, **fields: Any) -> TransformerConfig:
@@ -74,20 +77,43 @@ def build_hybrid(spec: Any, config: TransformerConfig, pattern: str) -> HybridMo
     return _finish(HybridModel(config, spec, 96, 64, pattern, position_embedding_type="rope", pg_collection=groups))
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class Mixer(torch.nn.Module):
+    """In the place of ``MambaMixer``, which needs a CUDA extension: between its real linears, a causal mean."""
+
+    def __init__(self, config: TransformerConfig, submodules: Any, d_model: int, **_: Any) -> None:
+        super().__init__()
+        linear = {"config": config, "init_method": config.init_method, "bias": False, "skip_bias_add": False}
+        linear["is_expert"] = False
+        self.in_proj = build_module(submodules.in_proj, d_model, 2 * d_model, gather_output=False, **linear)
+        self.out_proj = build_module(submodules.out_proj, 2 * d_model, d_model, input_is_parallel=True, **linear)
+
+    def forward(self, x: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+        hidden, _ = self.in_proj(x)
+        steps = torch.arange(1, len(x) + 1).view(-1, 1, 1)
+        return self.out_proj(torch.nn.functional.silu(hidden.cumsum(0) / steps))
+
+
+def hybrid_stack() -> ModuleSpec:
+    """The stock local stack, with a mixer that a CPU runs."""
+    spec = hybrid.stock_stack("local")
+    spec.submodules.mamba_layer.submodules.mixer.module = Mixer
+    return spec
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 96, (2, 33), generator=generator)
     return tokens[:, :-1], torch.arange(32).expand(2, -1), tokens[:, 1:]
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model: Any) -> Tensor:
     """Of :func:`batch`, as the model stands."""
     tokens, positions, _ = batch()
     with torch.no_grad():
         return model(tokens, positions, None)
 
 
-def losses(model: Any) -> torch.Tensor:
+def losses(model: Any) -> Tensor:
     """Of :func:`batch`, per token."""
     tokens, positions, labels = batch()
     return model(tokens, positions, None, labels=labels)
