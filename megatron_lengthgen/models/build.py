@@ -13,7 +13,7 @@ from megatron_lengthgen import backends
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.regularization import Regularization
 
-__all__ = ["build_model", "initialize", "model_config", "regularization"]
+__all__ = ["build_model", "connect", "forget", "initialize", "model_config", "regularization"]
 
 #: What else ``args.lengthgen`` holds.
 _NOT_DROPOUT = ("attention", "core_attention", "mask_version")
@@ -145,13 +145,34 @@ def initialize(args: argparse.Namespace) -> None:
         if layout != (args.tensor_model_parallel_size, args.pipeline_model_parallel_size):
             mpu.destroy_model_parallel()
     destroy_rerun_state_machine()
-    if "RANK" not in os.environ and not torch.distributed.is_initialized():
-        # A store in memory: a single process needs neither a port nor a file.
-        torch.distributed.init_process_group(
-            args.distributed_backend, store=torch.distributed.HashStore(), rank=0, world_size=1
-        )
+    connect()
     with contextlib.redirect_stdout(io.StringIO()):
         initialize_megatron(allow_no_cuda=backend == "cpu")
+
+
+def connect() -> None:
+    """torch.distributed among the processes that torchrun started; for a process started alone, with itself."""
+    if torch.distributed.is_initialized():
+        return
+    backend = "gloo" if backends.prepare() == "cpu" else "nccl"
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group(backend)
+    else:
+        # A store in memory: a single process needs neither a port nor a file.
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+def forget() -> None:
+    """Bring Megatron's state of this process back to where a fresh one has it, but for torch.distributed.
+
+    One process can then do another run, of another layout and model.
+    """
+    from megatron.core import mpu
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    destroy_rerun_state_machine()
 
 
 def build_model(args: argparse.Namespace) -> list[torch.nn.Module]:

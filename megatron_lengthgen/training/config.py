@@ -19,7 +19,7 @@ from megatron_lengthgen.models.build import regularization
 from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.training.resume import record
 
-__all__ = ["RunConfig", "load", "parse"]
+__all__ = ["RunConfig", "load", "parse", "resolve"]
 
 _SECTION = "lengthgen"
 _CORE_ATTENTION = ("sdpa", "megatron")
@@ -64,7 +64,7 @@ def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> RunConf
     values: dict[str, Any] = {}
     groups = _flatten(tree, values)
     _override(values, section, groups, overrides)
-    return _resolve(values, section)
+    return resolve(values, section)
 
 
 def _one_line(error: Exception) -> str:
@@ -108,7 +108,7 @@ def _override(values: dict[str, Any], section: dict[str, Any], groups: set[str],
             raise UserError(f"no group {unknown!r} in the configuration{suggest(unknown, sorted(groups))}")
 
 
-def _resolve(values: dict[str, Any], section: dict[str, Any]) -> RunConfig:
+def resolve(values: dict[str, Any], section: dict[str, Any]) -> RunConfig:
     """Settle what the two halves decide together: windows and RoPE, dropout probabilities, where to resume."""
     for key in section:
         if key not in _KEYS:
