@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["LOCAL", "reason"]
+__all__ = ["LOCAL", "prepare_saving", "reason"]
 
 LOCAL: dict[str, Any] = {
     "transformer_impl": "local",
@@ -22,3 +22,16 @@ def reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def prepare_saving() -> None:
+    """Start the process through which Megatron's checkpoint writer collects its results, by a fork.
+
+    At the first save Megatron would spawn it, and a spawned process imports torch and Megatron once more: seconds of
+    every rank. Call it before process groups and CUDA are initialised; a second call does nothing.
+
+    Source: ``megatron/core/dist_checkpointing/strategies/filesystem_async.py::get_write_results_queue``.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+    get_write_results_queue(mp_mode="fork")

@@ -16,7 +16,7 @@ import torch
 
 from megatron_lengthgen import megatron_args
 from megatron_lengthgen.checkpoint import huggingface, load
-from megatron_lengthgen.checkpoint.common import LOCAL, reason
+from megatron_lengthgen.checkpoint.common import LOCAL, prepare_saving, reason
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.files import atomic_directory, write_json
 from megatron_lengthgen.models import llama
@@ -188,6 +188,7 @@ def _save(
 
     from megatron_lengthgen.models.build import build_model, initialize
 
+    prepare_saving()
     initialize(args)
     chunks = build_model(args)
     _fill(dict(unwrap_model(chunks)[0].named_parameters()), entries, opened, progress)

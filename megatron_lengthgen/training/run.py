@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_lengthgen import backends
-from megatron_lengthgen.checkpoint.common import reason
+from megatron_lengthgen.checkpoint.common import prepare_saving, reason
 from megatron_lengthgen.dropout.masks import MASK_VERSION
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models import build
@@ -79,6 +79,8 @@ def train(run: run_config.RunConfig, *, datasets: Callable[..., Any] | None = No
             )
         return
     model = build.model_config(args)
+    if args.save:
+        prepare_saving()
     if args.rank == 0 and args.save:
         print(f"checkpoints and logs: {args.save}", flush=True)
     progress = TrainingProgress(
