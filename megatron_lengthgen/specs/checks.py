@@ -286,6 +286,12 @@ def _seams(run: _Run) -> Iterator[str]:
             "recompute_modules has 'layernorm', which crashes without Transformer Engine: install it, or leave "
             "'layernorm' out"
         )
+    # TransformerLayer gives the MLP's bias through tensor_parallel.checkpoint, whose backward then runs itself again.
+    if "mlp" in run.recomputed and config("add_bias_linear"):
+        yield (
+            "recompute_modules has 'mlp' and the MLP has biases, with which Megatron's recomputation never ends: leave "
+            "'mlp' out, or set disable_bias_linear: true"
+        )
     if dropped and config("mtp_num_layers"):
         yield from _multi_token_prediction(run)
 
@@ -303,6 +309,12 @@ def _multi_token_prediction(run: _Run) -> Iterator[str]:
         yield (
             f"mtp_num_layers is {layers}, and megatron.training builds these layers from the stock spec, without this "
             "dropout: leave mtp_num_layers out, or train with Megatron Bridge"
+        )
+    # One layer, and so one identity, at several depths.
+    elif run.keyed and run.get("mtp_use_repeated_layer") and (layers or 0) > 1:
+        yield (
+            f"mtp_use_repeated_layer runs one layer at {layers} depths, which would all have the same masks: switch it "
+            "off"
         )
     # Bridge's mtp_block_spec takes a stock layer where the stage has none of the spec's.
     elif any("mtp" in stage and "decoder" not in stage for stage in run.stages):
