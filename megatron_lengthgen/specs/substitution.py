@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -74,6 +75,11 @@ def apply[Spec: (ModuleSpec, TransformerBlockSubmodules, MultiTokenPredictionBlo
     """:func:`substitute` with its choices in one value."""
     if not isinstance(spec, MultiTokenPredictionBlockSubmodules) and _has_dropout(spec):
         raise UserError("this spec has dropout already: substitute into the stock spec")
+    if regularization.is_active and any(map(transformer_engine.is_for_inference, _parts(spec))):
+        raise UserError(
+            "this spec is one of Megatron's for inference (transformer_impl 'inference_optimized'), which fuse norms, "
+            "communication and linears: substitute into the Transformer Engine spec, or choose placement 'none'"
+        )
     if isinstance(spec, TransformerBlockSubmodules):
         return _block(spec, regularization)
     if isinstance(spec, MultiTokenPredictionBlockSubmodules):
@@ -141,8 +147,12 @@ def _mtp_layer(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
 
 def _has_dropout(spec: Any) -> bool:
     """Has ``spec``, or any part of it, been through a substitution that put dropout there?"""
-    if isinstance(spec, SiteBuilder):
-        return True
+    return any(isinstance(part, SiteBuilder) for part in _parts(spec))
+
+
+def _parts(spec: Any) -> Iterator[Any]:
+    """``spec`` and all that it is made of."""
+    yield spec
     parts: Any = ()
     if isinstance(spec, functools.partial):
         parts = spec.keywords.values()
@@ -152,7 +162,8 @@ def _has_dropout(spec: Any) -> bool:
         parts = spec
     elif is_dataclass(spec) and not isinstance(spec, type):
         parts = vars(spec).values()
-    return any(_has_dropout(part) for part in parts)
+    for part in parts:
+        yield from _parts(part)
 
 
 def _stack(spec: ModuleSpec, regularization: Regularization) -> ModuleSpec:
@@ -239,6 +250,12 @@ def _mlp(parts: TransformerLayerSubmodules, regularization: Regularization) -> N
         return
     if not isinstance(mlp, MLPSubmodules):
         raise UserError(f"mlp of this spec is {_name(parts.mlp)}, neither an MLP nor a mixture of experts")
+    inside = [site for site in ("mlp", "linear_fc2") if _has(site, regularization)]
+    if inside and transformer_engine.is_op_fused(parts.mlp):
+        raise UserError(
+            f"site {inside[0]!r} is inside an MLP that Transformer Engine fuses as a whole (use_te_op_fuser): switch "
+            "use_te_op_fuser off, or leave the site out"
+        )
     if _has("mlp", regularization):
         site = NormWithDropout(None, "mlp", regularization)
         _after_norm(parts, "pre_mlp_layernorm", mlp, "linear_fc1", "mlp", site)

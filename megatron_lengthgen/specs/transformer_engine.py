@@ -1,21 +1,39 @@
 """Transformer Engine's fused norm and linear taken apart, so that dropout fits between them."""
 
+import functools
 from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import (
     HAVE_TE,
     TEColumnParallelLinear,
+    TEFusedMLP,
     TELayerNormColumnParallelLinear,
     TENorm,
 )
+from megatron.core.tensor_parallel import InferenceColumnParallelLinear, InferenceRowParallelLinear
+from megatron.core.transformer.moe.router import InferenceTopKRouter
 
-__all__ = ["column_parallel_linear", "is_fused", "unfused_norm"]
+__all__ = ["column_parallel_linear", "is_for_inference", "is_fused", "is_op_fused", "unfused_norm"]
+
+_FOR_INFERENCE = (InferenceColumnParallelLinear, InferenceRowParallelLinear, InferenceTopKRouter)
 
 
 def is_fused(builder: Any) -> bool:
     """Does ``builder`` build a linear with a norm of its own in front?"""
     return HAVE_TE and builder is TELayerNormColumnParallelLinear
+
+
+def is_op_fused(builder: Any) -> bool:
+    """Does ``builder`` build an MLP that runs as one fused operation, past the hooks of its parts?"""
+    function = builder.func if isinstance(builder, functools.partial) else builder
+    owner = getattr(function, "__self__", None)  # of the class method as_mlp_submodule
+    return HAVE_TE and TEFusedMLP is not None and isinstance(owner, type) and issubclass(owner, TEFusedMLP)
+
+
+def is_for_inference(part: Any) -> bool:
+    """Is ``part`` of a spec one that Megatron's ``inference_optimized`` specs, and no others, are made of?"""
+    return any(part is known for known in _FOR_INFERENCE)
 
 
 def column_parallel_linear() -> Any:
