@@ -59,7 +59,7 @@ def _option(name: str, value: Any) -> list[str]:
         named_by_option = name in {text.removeprefix("--").replace("-", "_") for text in action.option_strings}
         # `no_rope_fusion: true` and `apply_rope_fusion: false` both give --no-rope-fusion.
         return [option] if (wanted if named_by_option else wanted == action.const) else []
-    if action.nargs in ("*", "+") and isinstance(value, list | tuple):
+    if (action.nargs in ("*", "+") or isinstance(action.nargs, int)) and isinstance(value, list | tuple):
         return [option, *(str(item) for item in value)] if value else []
     if isinstance(value, list | tuple):
         # Megatron evaluates its list arguments, which may hold no blanks.

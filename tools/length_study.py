@@ -154,7 +154,8 @@ def _report(study: Any, out: Path) -> None:
     if not cells:
         raise errors.UserError(f"no cell of the study in {out} is finished yet: run it without --report first")
     command = shlex.join(["tools/length_study.py", *sys.argv[1:]])
-    write_report(cells, out / "report", command=command)
+    expected = [(cell.variant, cell.seed) for cell in study.cells]
+    write_report(cells, out / "report", command=command, expected=expected)
     print((out / "report" / "report.md").read_text())
     print(f"report: {out / 'report'}")
 

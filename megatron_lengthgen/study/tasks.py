@@ -166,7 +166,7 @@ class Counting:
 
     @property
     def min_length(self) -> int:
-        return self.max_count + 1
+        return self.max_count + 2
 
     @property
     def candidates(self) -> range:

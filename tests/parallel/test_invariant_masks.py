@@ -11,6 +11,8 @@ from launch import losses, torchrun
 
 from megatron_lengthgen.checkpoint.load import find_checkpoint, is_model_key
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
 Runs = dict[str, tuple[str, ...]]
 
 HERE = Path(__file__).parent

@@ -44,7 +44,10 @@ def build_stock(case: Case, seed: int, **fields: Any) -> Any:
 
 
 def carry_over(source: Any, target: Any, path: Path) -> None:
-    """Save and load as Megatron does, but let no key go missing unnoticed."""
+    """Save and load as Megatron does, into a model that holds something else, but let no key go missing unnoticed."""
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.fill_(7)
     path.mkdir(exist_ok=True)
     dist_checkpointing.save({"model": source.sharded_state_dict()}, str(path))
     state, missing, unexpected = dist_checkpointing.load(
@@ -54,23 +57,21 @@ def carry_over(source: Any, target: Any, path: Path) -> None:
     target.load_state_dict(state["model"], strict=True)
 
 
-def check_round_trip(case: Case, out: Path, **fields: Any) -> None:
+def check_round_trip(stock: Any, ours: Any, out: Path) -> None:
     """Stock -> ours -> stock, with norms far from 1 and biases far from 0."""
-    stock, ours, again = build_stock(case, 1, **fields), build_ours(case, 2, **fields), build_stock(case, 3, **fields)
     disturb(stock)
-    expected, found = values(stock), values(ours)
-    assert all(not torch.equal(found[name], tensor) for name, tensor in expected.items())
+    expected = values(stock)
     carry_over(stock, ours, out / "stock")
     assert_equal(values(ours), expected)
-    carry_over(ours, again, out / "ours")
-    assert_equal(values(again), expected)
+    carry_over(ours, stock, out / "ours")
+    assert_equal(values(stock), expected)
     assert list(sites(ours))
 
 
 @pytest.mark.usefixtures("megatron_single")
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_goes_from_the_stock_model_to_ours_and_back(name: str, tmp_path: Path) -> None:
-    check_round_trip(CASES[name], tmp_path)
+    check_round_trip(build_stock(CASES[name], 1), build_ours(CASES[name], 1), tmp_path)
 
 
 # ------------------------------------------------------------------------ two tensor-parallel ranks
@@ -95,7 +96,7 @@ def ranks(out: Path) -> None:
             # Else the ranks' gradients of a norm, each of a part of the tokens, would not be summed.
             assert "norm" not in key[0] or parameter.sequence_parallel, (name, key)
         (out / name).mkdir(exist_ok=True)
-        check_round_trip(case, out / name, **layout)
+        check_round_trip(stock, ours, out / name)
         print(f"{name} is whole")
     dist.destroy_process_group()
 
