@@ -146,9 +146,8 @@ def _clock(seconds: float) -> str:
 
 
 def _report(study: Any, out: Path) -> None:
-    from megatron_lengthgen.study.report import write_report
-
     from megatron_lengthgen.study import work
+    from megatron_lengthgen.study.report import write_report
 
     cells = work.results(study, out)
     if not cells:
