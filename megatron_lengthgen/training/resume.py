@@ -14,6 +14,7 @@ from megatron_lengthgen.dropout.masks import MASK_VERSION
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models.build import regularization
 from megatron_lengthgen.regularization import SITES
+from megatron_lengthgen.training.optimizer_state import check_optimizer_state
 
 __all__ = ["check_resume", "record"]
 
@@ -50,6 +51,7 @@ def check_resume(args: argparse.Namespace) -> int:
     checkpoint = _resumed(args)
     if checkpoint is None:
         return 0
+    check_optimizer_state(args, checkpoint)
     stored = checkpoint_args(checkpoint)
     step: int = stored.iteration
     old, new = _dropout(stored), _dropout(args)

@@ -56,8 +56,10 @@ if [ "${2:-}" = bridge ]; then
     requirements+=(
         "transformers>=5.8,<=5.12.1" datasets accelerate "omegaconf>=2.3" "hydra-core>=1.3.4,<1.4" peft rich einops regex
         tensorboard absl-py psutil wandb==0.29.0 diffusers timm open_clip_torch nvidia-modelopt mlflow-skinny qwen-vl-utils
+        # what energon imports, which Bridge's training imports
+        attrs braceexpand bracex deprecation filetype jmespath jsonschema lark rapidyaml wcmatch webdataset xattr
     )
-    packages+=("megatron-bridge==$bridge_version")
+    packages+=("megatron-bridge==$bridge_version" megatron-energon==7.4.1 multi-storage-client==1.3.1)
 fi
 install -c .venv-te/constraints.txt "${requirements[@]}"
 install --no-deps "${packages[@]}"
