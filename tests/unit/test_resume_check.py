@@ -34,7 +34,8 @@ def run_args(regularization: Regularization, **fields: Any) -> Namespace:
 def stock_args(**fields: Any) -> Namespace:
     """Arguments as of stock Megatron."""
     new = {"load": None, "finetune": False, "pretrained_checkpoint": None, "ckpt_step": None, "iteration": 500}
-    return Namespace(**{**new, "seed": 1234, "hidden_dropout": 0.0, "spec": None, **fields})
+    optimizer = {"use_distributed_optimizer": False, "no_load_optim": False}
+    return Namespace(**{**new, **optimizer, "seed": 1234, "hidden_dropout": 0.0, "spec": None, **fields})
 
 
 @pytest.fixture
