@@ -41,10 +41,7 @@ TWO = "micro_batch_size=2"
 GRADIENT = "train_iters=1,optimizer=sgd,sgd_momentum=0,lr=1.0e+4,weight_decay=0,clip_grad=0,no_save_optim=true"
 
 LAYOUTS: dict[int, Runs] = {
-    1: {
-        "tp1_recompute": (FULL,),
-        "tp1_selective": (SELECTIVE,),
-    },
+    1: {"tp1_recompute": (FULL,)},
     2: {
         "tp2_selective_evaluate": (f"{TP2},{SELECTIVE},{EVALUATE}",),
         "tp2_sp": (TP2_SP,),
@@ -59,6 +56,7 @@ LAYOUTS: dict[int, Runs] = {
 MORE_LAYOUTS: dict[int, Runs] = {
     1: {
         "tp1_block": (BLOCK,),
+        "tp1_selective": (SELECTIVE,),
         "tp1_evaluate_with_workers": (f"{EVALUATE},num_workers=2",),
         "tp1_other_streams": ("disturb=other_streams",),
         "tp1_resumed_without_rng": (f"{STOP},save_interval=10", "save_interval=10,no_load_rng=true"),
