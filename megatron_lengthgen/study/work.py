@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_lengthgen.files import write_json
@@ -178,7 +177,7 @@ def _answers(
     for scale in scales:
         for multiple in study.evaluation.multiples:
             length = multiple * study.training_length
-            with evaluation.scaled_full_attention(model, scale), torch.no_grad():
+            with evaluation.scaled_full_attention(model, scale):
                 found = evaluation.answer(model, study.task, length, seed=seed, sequences=study.evaluation.sequences)
             entries.append(
                 {

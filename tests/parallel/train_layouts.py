@@ -17,6 +17,7 @@ from megatron_lengthgen import backends
 
 backends.prepare()
 
+from megatron_lengthgen.models import build  # noqa: E402
 from megatron_lengthgen.specs import binding, step_key  # noqa: E402
 from megatron_lengthgen.specs.site import Extent  # noqa: E402
 from megatron_lengthgen.training import config  # noqa: E402
@@ -78,15 +79,6 @@ DISTURBANCES: dict[str, Callable[[], Any]] = {
 _COMMA = r",(?![^\[]*\])"  # not those of a list
 
 
-def forget_run() -> None:
-    """Bring Megatron's process-wide state back to where a fresh process has it, but for torch.distributed."""
-    from megatron.core import parallel_state
-    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
-
-    parallel_state.destroy_model_parallel()
-    destroy_rerun_state_machine()
-
-
 def main() -> None:
     conf, out, *layouts = sys.argv[1:]
     for layout in layouts:
@@ -105,7 +97,7 @@ def main() -> None:
             except SystemExit as stop:  # Megatron leaves so at exit_interval
                 if stop.code:
                     raise
-        forget_run()
+        build.forget()
 
 
 if __name__ == "__main__":
