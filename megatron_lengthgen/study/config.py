@@ -14,6 +14,7 @@ from megatron_lengthgen.choices import check_choice, check_keys
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.study import tasks
+from megatron_lengthgen.study.evaluation import AttentionScale
 from megatron_lengthgen.training.config import RunConfig, resolve
 
 __all__ = ["Cell", "Evaluation", "Study", "load"]
@@ -32,13 +33,14 @@ class Evaluation:
         multiples: Lengths, in multiples of the training length.
         sequences: Samples per length.
         points: At how many points along phase 2, evenly spread and the last one its end; phase 2's start is one more.
-        attention_scales: Factors on the attention logits of layers without a window; others than 1 at the end only.
+        attention_scales: Factors on the attention logits of layers without a window, see
+            :func:`megatron_lengthgen.study.evaluation.scaled_full_attention`; others than 1 at the end only.
     """
 
     multiples: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     sequences: int = 100
     points: int = 1
-    attention_scales: tuple[float, ...] = (1.0,)
+    attention_scales: tuple[AttentionScale, ...] = (1.0,)
 
     def __post_init__(self) -> None:
         for name in ("multiples", "attention_scales"):
@@ -53,8 +55,10 @@ class Evaluation:
         ):
             if not all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in values):
                 raise UserError(f"evaluation.{name} must be positive whole numbers, got {getattr(self, name)!r}")
-        if not all(isinstance(scale, int | float) and scale > 0 for scale in self.attention_scales):
-            raise UserError(f"evaluation.attention_scales must be positive, got {list(self.attention_scales)}")
+        if not all(s == "log" or (isinstance(s, int | float) and s > 0) for s in self.attention_scales):
+            raise UserError(
+                f"evaluation.attention_scales must be positive numbers or log, got {list(self.attention_scales)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

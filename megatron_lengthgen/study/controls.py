@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_lengthgen.study.comparison import ACCURACY, compare, difference, estimate, mean_over_seeds
+from megatron_lengthgen.study.evaluation import AttentionScale
 from megatron_lengthgen.study.results import Results, Variant
 from megatron_lengthgen.study.statistics import paired_differences
 
@@ -66,14 +67,18 @@ def attention_scale(results: Results, base: Variant | None, target: float | None
     return entries
 
 
-def _best_scale(results: Results, variant: Variant, multiple: float) -> float | None:
-    """Scale with the highest mean accuracy; of equal ones the nearest to 1."""
+def _best_scale(results: Results, variant: Variant, multiple: float) -> AttentionScale | None:
+    """Scale with the highest mean accuracy; of equal ones the number that is nearest to 1."""
     means = {scale: results.scores(variant, multiple, scale=scale) for scale in results.scales(variant)}
     return max(
         (scale for scale, scores in means.items() if scores),
-        key=lambda scale: (round(mean_over_seeds(means[scale]), 9), -abs(math.log(scale))),
+        key=lambda scale: (round(mean_over_seeds(means[scale]), 9), -_distance(scale)),
         default=None,
     )
+
+
+def _distance(scale: AttentionScale) -> float:
+    return math.inf if isinstance(scale, str) else abs(math.log(scale))
 
 
 def equal_strength(results: Results, target: float | None) -> dict[str, Any]:

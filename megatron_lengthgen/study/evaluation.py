@@ -1,15 +1,20 @@
 """How well a model answers a task at a length."""
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from megatron_lengthgen.study.tasks import Task, sample
 
-__all__ = ["Answers", "answer", "scaled_full_attention"]
+__all__ = ["Answers", "AttentionScale", "answer", "scaled_full_attention"]
+
+#: Factor on attention logits, or ``log``: one that grows with the logarithm of a query's position.
+AttentionScale = float | Literal["log"]
+
 
 #: Tokens of a forward: enough to be efficient, few enough for a laptop at the longest lengths.
 _BATCH_TOKENS = 16_384
@@ -59,7 +64,8 @@ def _answer_batch(model: Any, task: Task, drawn: list[Any]) -> Answers:
     tokens = torch.from_numpy(np.stack([s.tokens for s in drawn])).to(device)
     places = torch.from_numpy(np.stack([s.answers for s in drawn])).to(device)
     positions = torch.arange(tokens.shape[1] - 1, device=device).expand(len(drawn), -1)
-    logits = model(tokens[:, :-1].contiguous(), positions, None)
+    with _last_layer_answers(model, tokens.shape[1] - int(places.min())):
+        logits = model(tokens[:, :-1].contiguous(), positions, None)
     rows = torch.arange(len(drawn), device=device).unsqueeze(1)
     asked = gather_from_tensor_model_parallel_region(logits[rows, places - 1].float())[..., : task.vocab_size]
     right = tokens[rows, places]
@@ -75,23 +81,63 @@ def _answer_batch(model: Any, task: Task, drawn: list[Any]) -> Answers:
 
 
 @contextmanager
-def scaled_full_attention(model: Any, factor: float) -> Iterator[None]:
-    """Within this context the attention logits of layers without a window are ``factor`` times as large.
+def _last_layer_answers(model: Any, count: int) -> Iterator[None]:
+    """Within this context the last layer attends from the last ``count`` positions only.
+
+    What it computes elsewhere reaches no answer, and its time becomes linear in length.
+    """
+    last = list(_core_attentions(model))[-1]
+
+    def keep_last(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        query, *others = arguments
+        return query[-count:], *others
+
+    def pad(module: Any, arguments: tuple[Any, ...], context: torch.Tensor) -> torch.Tensor:
+        missing = arguments[1].shape[0] - context.shape[0]
+        return torch.nn.functional.pad(context, (0, 0, 0, 0, missing, 0))
+
+    with ExitStack() as hooks:
+        hooks.callback(last.register_forward_pre_hook(keep_last).remove)
+        hooks.callback(last.register_forward_hook(pad).remove)
+        yield
+
+
+@contextmanager
+def scaled_full_attention(model: Any, scale: AttentionScale, training_length: int) -> Iterator[None]:
+    r"""Within this context the attention logits of layers without a window are multiplied.
 
     Sharpening alone undoes the dilution of softmax attention at length: a gain that this gives too is no gain of the
     training.
 
     Args:
         model: A model of layers whose core attention is this package's.
-        factor: On the softmax scale.
+        scale: The factor; ``log`` for :math:`\max(1, \ln n / \ln L)` at the n-th position, which counters
+            dilution position by position (Nakanishi, "Scalable-Softmax Is Superior for Attention", arXiv 2501.19399;
+            Llama 4 applies such a temperature to its layers without RoPE at inference).
+        training_length: L, in tokens.
     """
+
+    def sharpen(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        query, key, *others = arguments
+        return query * _factors(scale, training_length, query.shape[0], key.shape[0]).to(query), key, *others
+
+    with ExitStack() as hooks:
+        for core in _core_attentions(model):
+            if core.window is None:
+                hooks.callback(core.register_forward_pre_hook(sharpen).remove)
+        yield
+
+
+def _factors(scale: AttentionScale, training_length: int, queries: int, keys: int) -> torch.Tensor:
+    """Factors ``[queries, 1, 1, 1]`` of the last ``queries`` of ``keys`` positions."""
+    if scale == "log":
+        seen = torch.arange(keys - queries + 1, keys + 1, dtype=torch.float64)
+        return (seen.log() / math.log(training_length)).clamp(min=1.0).view(-1, 1, 1, 1)
+    return torch.tensor(scale, dtype=torch.float64).expand(queries, 1, 1, 1)
+
+
+def _core_attentions(model: Any) -> Iterator[Any]:
+    """This package's core attentions, first layer first."""
     from megatron_lengthgen.attention.core import SDPACoreAttention
 
-    layers = [m for m in model.modules() if isinstance(m, SDPACoreAttention) and m.window is None]
-    for layer in layers:
-        layer.softmax_scale *= factor
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.softmax_scale /= factor
+    return (module for module in model.modules() if isinstance(module, SDPACoreAttention))

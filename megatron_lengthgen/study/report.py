@@ -10,7 +10,7 @@ from typing import Any
 from megatron_lengthgen.evaluation.report import markdown_table
 from megatron_lengthgen.files import write_json, write_text
 from megatron_lengthgen.study.plot import Axis, Curve, Panel, Point, draw
-from megatron_lengthgen.study.results import PLACEMENTS
+from megatron_lengthgen.study.results import PLACEMENTS, scale_order
 from megatron_lengthgen.study.summary import summarise
 
 __all__ = ["write_report"]
@@ -84,7 +84,7 @@ def _figures(summary: Summary) -> list[tuple[str, list[list[Panel]], str]]:
             entry
             for found in of(name, "attention_scale")
             for entry in found["scales"]
-            if entry["multiple"] == summary["target_multiple"]
+            if entry["multiple"] == summary["target_multiple"] and not isinstance(entry["scale"], str)
         ]
 
     length = _panels(summary, _LENGTH, _ACCURACY, lambda name: by("multiple", of(name, "accuracy")))
@@ -368,21 +368,22 @@ def _attention_section(summary: Summary) -> list[str]:
     if not found:
         return []
     target = summary["target_multiple"]
-    scales = sorted({entry["scale"] for variant in found for entry in variant["scales"]})
+    scales = sorted({entry["scale"] for variant in found for entry in variant["scales"]}, key=scale_order)
     parts = [
         "Accuracy when the attention logits of the layers without a window are multiplied at evaluation, without "
-        "training. A gain that a factor gives to the baseline too is sharper attention, no better model."
+        "training; log grows with the position n, ln n / ln (training length). A gain that a factor gives to the "
+        "baseline too is sharper attention, no better model."
     ]
     for multiple in sorted({target, summary["multiples"][-1]}):
         rows = []
         for variant in found:
             here = {entry["scale"]: entry for entry in variant["scales"] if entry["multiple"] == multiple}
             rows.append([variant["variant"], *(_interval(here.get(scale)) for scale in scales)])
-        parts.append(markdown_table([f"at {_multiple(multiple)}", *(f"x {scale:g}" for scale in scales)], rows))
+        parts.append(markdown_table([f"at {_multiple(multiple)}", *(f"x {scale}" for scale in scales)], rows))
     rows = [
         [
             variant["variant"],
-            f"{variant['best_scale']:g}",
+            str(variant["best_scale"]),
             *(_change(variant.get(key)) for key in ("sharpening", "gain", "gain_over_sharpened", "gain_both_at_best")),
         ]
         for variant in found

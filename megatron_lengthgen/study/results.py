@@ -9,8 +9,9 @@ import numpy as np
 
 from megatron_lengthgen.choices import check_choice
 from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.study.evaluation import AttentionScale
 
-__all__ = ["PLACEMENTS", "Results", "Scores", "Variant"]
+__all__ = ["PLACEMENTS", "Results", "Scores", "Variant", "scale_order"]
 
 #: Placements in the order that the paper claims for length generalisation, and its names for them.
 PLACEMENTS = {"none": "none", "pre_norm": "Pre-Norm", "pre_linear": "Pre-Linear", "vpad": "VPAD"}
@@ -86,6 +87,11 @@ class Variant:
         )
 
 
+def scale_order(scale: AttentionScale) -> tuple[bool, float]:
+    """Sorting key: numbers, and then those that have none."""
+    return (True, 0.0) if isinstance(scale, str) else (False, scale)
+
+
 class Results:
     """Finished cells, looked up by what was measured.
 
@@ -124,15 +130,21 @@ class Results:
         unordered = [Variant.of(name, chosen) for name, chosen in settings.items()]
         # sorted() is stable: what is left keeps the study's own order.
         self.variants = sorted(unordered, key=lambda v: (-(v.weight_decay or 0), v.rank, v.p or 0))
-        self._found: dict[tuple[str, int, float, int], dict[int, Mapping[str, Any]]] = {}
+        self._found: dict[tuple[str, int, AttentionScale, int], dict[int, Mapping[str, Any]]] = {}
         for (variant, seed), cell in self.cells.items():
             for entry in cell["evaluations"]:
-                place = variant, entry["step"], float(entry["attention_scale"]), entry["length"]
+                place = variant, entry["step"], entry["attention_scale"], entry["length"]
                 self._found.setdefault(place, {})[seed] = entry
         self.last_step = max((step for _, step, _, _ in self._found), default=0)
 
     def scores(
-        self, variant: Variant, multiple: float, *, step: int | None = None, scale: float = 1.0, of: str = "accuracy"
+        self,
+        variant: Variant,
+        multiple: float,
+        *,
+        step: int | None = None,
+        scale: AttentionScale = 1.0,
+        of: str = "accuracy",
     ) -> Scores:
         """Per-sequence values ``[sequences]`` by seed.
 
@@ -159,6 +171,7 @@ class Results:
         """Steps at which the variant was evaluated."""
         return sorted({step for name, step, scale, _ in self._found if (name, scale) == (variant.name, 1.0)})
 
-    def scales(self, variant: Variant) -> list[float]:
-        """Attention scales at which the variant was evaluated at the last step."""
-        return sorted({s for name, step, s, _ in self._found if (name, step) == (variant.name, self.last_step)})
+    def scales(self, variant: Variant) -> list[AttentionScale]:
+        """Attention scales at which the variant was evaluated at the last step, numbers first."""
+        found = {s for name, step, s, _ in self._found if (name, step) == (variant.name, self.last_step)}
+        return sorted(found, key=scale_order)

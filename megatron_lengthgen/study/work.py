@@ -167,7 +167,7 @@ def _training_loss(place: Path) -> list[tuple[int, float]]:
 
 
 def _answers(
-    study: Study, checkpoint: Path, seed: int, *, step: int, scales: tuple[float, ...] = (1.0,)
+    study: Study, checkpoint: Path, seed: int, *, step: int, scales: tuple[evaluation.AttentionScale, ...] = (1.0,)
 ) -> list[dict[str, Any]]:
     from megatron_lengthgen.checkpoint.load import load_model
 
@@ -177,7 +177,7 @@ def _answers(
     for scale in scales:
         for multiple in study.evaluation.multiples:
             length = multiple * study.training_length
-            with evaluation.scaled_full_attention(model, scale):
+            with evaluation.scaled_full_attention(model, scale, study.training_length):
                 found = evaluation.answer(model, study.task, length, seed=seed, sequences=study.evaluation.sequences)
             entries.append(
                 {
