@@ -1,4 +1,4 @@
-"""Which layers attend through a window and which use rotary positions, and how Megatron spells that."""
+"""Which layers attend through a window and which use rotary positions; how Megatron and Hugging Face spell that."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,7 +7,12 @@ from typing import Any
 from megatron_lengthgen.choices import check_choice, check_keys
 from megatron_lengthgen.errors import UserError
 
-__all__ = ["AttentionPattern"]
+__all__ = ["AttentionPattern", "attention_layers"]
+
+#: Of Megatron's symbols in ``hybrid_layer_pattern`` the one whose layers have windows and rotary positions
+#: (``megatron/core/models/hybrid/hybrid_layer_allocation.py::Symbols``).
+_ATTENTION_SYMBOL = "*"
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +105,101 @@ class AttentionPattern:
         else:
             rope = tuple(not skip or layer % skip != 0 for layer in layers)
         return cls(window=window, windowed=windowed, rope=rope)
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The fields of transformers' ``SmolLM3Config`` that mean this pattern.
+
+        All are written out: by default that class gives windows to the layers *without* rotary positions. Its
+        ``no_rope_layers`` holds 1 where a layer *uses* them, its ``sliding_window`` counts as ``window`` does here.
+
+        Source: ``transformers/models/smollm3/configuration_smollm3.py``.
+        """
+        return {
+            "layer_types": [_WINDOWED if windowed else _FULL for windowed in self.windowed],
+            "use_sliding_window": self.window is not None,
+            "sliding_window": self.window,
+            "no_rope_layers": [int(rope) for rope in self.rope],
+        }
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any], num_layers: int) -> "AttentionPattern":
+        """The pattern that a SmolLM3 ``config.json`` describes; ``SmolLM3Config``'s defaults fill its gaps.
+
+        Raises:
+            UserError: a list of another length, an unknown kind of layer, or windows without a size.
+        """
+        window = config.get("sliding_window") if config.get("use_sliding_window") else None
+        rope = config.get("no_rope_layers")
+        if rope is None:
+            interval = config.get("no_rope_layer_interval", 4)
+            rope = [int(layer % interval != 0) for layer in range(1, num_layers + 1)]
+        rope = _rope(list(rope)[:num_layers], (False,) * num_layers)  # transformers takes longer ones too
+        types = config.get("layer_types")
+        if types is None:
+            windowed = tuple(window is not None and not uses_rope for uses_rope in rope)
+        else:
+            for kind in types:
+                check_choice("kind in layer_types", kind, (_WINDOWED, _FULL))
+            windowed = tuple(kind == _WINDOWED for kind in _of_length(list(types), num_layers, "layer_types"))
+        if any(windowed) and window is None:
+            raise UserError(
+                f"layer_types names {_WINDOWED} with use_sliding_window {config.get('use_sliding_window', False)} and "
+                f"sliding_window {config.get('sliding_window')}, so that their window is unknown: set both"
+            )
+        return cls(window=window if any(windowed) else None, windowed=windowed, rope=rope)
+
+    def in_hybrid(self, hybrid_layer_pattern: str) -> "AttentionPattern":
+        """This pattern, one entry per attention layer, in a hybrid's numbering: one entry per symbol.
+
+        Args:
+            hybrid_layer_pattern: Megatron's argument, with borders of stages or without; parts for multi-token
+                prediction are left out.
+
+        Raises:
+            UserError: another number of attention layers.
+        """
+        layers = _hybrid_layers(hybrid_layer_pattern)
+        count = layers.count(_ATTENTION_SYMBOL)
+        if count != len(self.rope):
+            raise UserError(
+                f"hybrid_layer_pattern {hybrid_layer_pattern!r} has {count} attention layers ({_ATTENTION_SYMBOL}), "
+                f"and the attention of {len(self.rope)} is given"
+            )
+        windowed, rope = iter(self.windowed), iter(self.rope)
+        return dataclasses.replace(
+            self,
+            windowed=tuple(symbol == _ATTENTION_SYMBOL and next(windowed) for symbol in layers),
+            rope=tuple(symbol != _ATTENTION_SYMBOL or next(rope) for symbol in layers),
+        )
+
+    def of_attention_layers(self, hybrid_layer_pattern: str) -> "AttentionPattern":
+        """The inverse of :meth:`in_hybrid`: what a hybrid's lists say of its attention layers.
+
+        Raises:
+            UserError: another number of layers, or no attention among them.
+        """
+        layers = _hybrid_layers(hybrid_layer_pattern)
+        _of_length(list(self.rope), len(layers), "the attention pattern")
+        places = [place for place, symbol in enumerate(layers) if symbol == _ATTENTION_SYMBOL]
+        if not places:
+            raise UserError(
+                f"hybrid_layer_pattern {hybrid_layer_pattern!r} has no attention layer ({_ATTENTION_SYMBOL})"
+            )
+        windowed = tuple(self.windowed[place] for place in places)
+        return AttentionPattern(
+            window=self.window if any(windowed) else None,
+            windowed=windowed,
+            rope=tuple(self.rope[place] for place in places),
+        )
+
+
+def attention_layers(hybrid_layer_pattern: str) -> int:
+    """Number of attention layers of a hybrid model."""
+    return _hybrid_layers(hybrid_layer_pattern).count(_ATTENTION_SYMBOL)
+
+
+def _hybrid_layers(hybrid_layer_pattern: str) -> str:
+    return hybrid_layer_pattern.split("/")[0].replace("|", "")
 
 
 def _of_length(values: list[Any], num_layers: int, what: str) -> list[Any]:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_lengthgen import backends, megatron_args
-from megatron_lengthgen.attention.pattern import AttentionPattern
+from megatron_lengthgen.attention.pattern import AttentionPattern, attention_layers
 from megatron_lengthgen.checkpoint.load import TRACKER
 from megatron_lengthgen.choices import check_choice, suggest
 from megatron_lengthgen.errors import UserError
@@ -155,13 +155,16 @@ def _attention_arguments(values: Mapping[str, Any], section: Mapping[str, Any]) 
     layers, symbols = _num_layers(values), values.get("hybrid_layer_pattern")
     if layers is None:
         raise UserError(f"{_SECTION}.attention needs num_layers in the configuration")
-    pattern = attention.get("pattern")
-    if symbols is not None and isinstance(pattern, str) and len(pattern) < layers:
-        raise UserError(
-            f"{_SECTION}.attention.pattern {pattern!r} would be repeated over all symbols of hybrid_layer_pattern "
-            f"{symbols!r}, each of which is a layer to Megatron: write {layers} letters, one per symbol"
-        )
-    arguments = AttentionPattern.from_mapping(attention, layers).to_megatron()
+    if symbols is None:
+        pattern = AttentionPattern.from_mapping(attention, layers)
+    else:
+        count = attention_layers(symbols)
+        if not count:
+            raise UserError(
+                f"hybrid_layer_pattern {symbols!r} has no attention layer (*): leave {_SECTION}.attention out"
+            )
+        pattern = AttentionPattern.from_mapping(attention, count).in_hybrid(symbols)
+    arguments = pattern.to_megatron()
     arguments = {name: value for name, value in arguments.items() if value is not None}
     both = sorted(arguments.keys() & {name for name, value in values.items() if value is not None})
     if both:

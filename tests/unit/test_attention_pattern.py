@@ -1,16 +1,19 @@
 """Attention patterns against Megatron's own reading of them."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern, validate_segment_layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import get_sliding_window_causal_mask, is_layer_window_attention
 from megatron.training.arguments import moe_freq_type, no_rope_freq_type, tuple_type
+from transformers import SmolLM3Config
 
-from megatron_lengthgen.attention.pattern import AttentionPattern
+from megatron_lengthgen.attention.pattern import AttentionPattern, attention_layers
 from megatron_lengthgen.errors import UserError
 
 
@@ -128,3 +131,83 @@ def test_unlimited_window_is_full_attention():
     config = _config(2, window_size=(-1, 0))
     assert AttentionPattern.from_megatron(config).windowed == (False, False)
     assert torch.equal(get_sliding_window_causal_mask(4, 4, (4, 0)), torch.ones(4, 4).triu(1).bool())
+
+
+@given(patterns())
+def test_round_trip_through_a_hugging_face_config(pattern):
+    layers = len(pattern.rope)
+    fields = pattern.to_hugging_face()
+    assert AttentionPattern.from_hugging_face(fields, layers) == pattern
+    # transformers' own reading of the same fields, and ours of what it writes
+    config = SmolLM3Config(num_hidden_layers=layers, **fields)
+    assert config.layer_types == fields["layer_types"] and config.no_rope_layers == fields["no_rope_layers"]
+    assert AttentionPattern.from_hugging_face(json.loads(config.to_json_string(use_diff=False)), layers) == pattern
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"no_rope_layer_interval": 2},
+        {"use_sliding_window": True, "sliding_window": 8},
+        {"sliding_window": 8},
+        {"no_rope_layers": [1, 0, 0, 1, 1, 0, 1, 1]},
+    ],
+)
+def test_what_a_config_leaves_out_is_what_transformers_fills_in(fields):
+    pattern = AttentionPattern.from_hugging_face(fields, 6)
+    config = SmolLM3Config(num_hidden_layers=6, **fields)
+    assert pattern.rope == tuple(map(bool, config.no_rope_layers[:6]))
+    assert pattern.windowed == tuple(kind == "sliding_attention" for kind in config.layer_types)
+    assert pattern.window == (config.sliding_window if any(pattern.windowed) else None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types lists 1 layers, and the model has 2"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "unknown kind in layer_types 'chunked_attention'"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window None, so that their window is unknown"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4},
+            "use_sliding_window False and sliding_window 4",
+        ),
+        ({"no_rope_layers": [1]}, "rope lists 1 layers, and the model has 2"),
+    ],
+)
+def test_bad_hugging_face_configs_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        AttentionPattern.from_hugging_face(fields, 2)
+
+
+@given(patterns(), st.data())
+def test_round_trip_through_a_hybrids_numbering(pattern, data):
+    others = st.text("M-E|", max_size=3)
+    symbols = "*".join(data.draw(others) for _ in range(len(pattern.rope) + 1)) + data.draw(
+        st.sampled_from(["", "/*M"])
+    )
+    assert attention_layers(symbols) == len(pattern.rope)
+    laid = pattern.in_hybrid(symbols)
+    assert laid.of_attention_layers(symbols) == pattern
+    layers = get_hybrid_layers(symbols)
+    assert len(laid.rope) == len(layers)
+    config = SimpleNamespace(num_layers=len(layers), **laid.to_megatron())
+    assert AttentionPattern.from_megatron(config) == laid
+    for windowed, rope, symbol in zip(laid.windowed, laid.rope, layers, strict=True):
+        assert symbol == "*" or (rope and not windowed)
+
+
+def get_hybrid_layers(symbols: str) -> list[str]:
+    """The main decoder's layers as Megatron parses them."""
+    main = parse_hybrid_pattern(symbols).main_pattern
+    return validate_segment_layers(main.replace("|", ""))
+
+
+def test_a_hybrid_with_another_number_of_attention_layers_is_refused():
+    pattern = AttentionPattern.from_mapping({"window": 4}, 2)
+    with pytest.raises(UserError, match=r"'M\*M' has 1 attention layers \(\*\), and the attention of 2 is given"):
+        pattern.in_hybrid("M*M")
+    with pytest.raises(UserError, match="lists 2 layers, and the model has 3"):
+        pattern.of_attention_layers("M*M")
+    with pytest.raises(UserError, match="'M-' has no attention layer"):
+        pattern.of_attention_layers("M-")

@@ -208,23 +208,23 @@ def test_steps_may_be_given_in_samples(write) -> None:
 HYBRID: dict[str, Any] = {**MODEL, "num_layers": None, "position_embedding_type": "rope"}
 
 
-def test_every_symbol_of_a_hybrid_is_a_layer(write) -> None:
-    section = {"attention": {"window": 16, "pattern": ["W", "F", "F", "W"], "rope": "windowed"}}
+def test_a_hybrids_attention_is_laid_over_its_attention_layers(write) -> None:
+    section = {"attention": {"window": 16, "pattern": ["W", "F"], "rope": "windowed"}}
     tree = {**HYBRID, **TRAINING, "mock_data": True, "hybrid_layer_pattern": "*-*-", "lengthgen": section}
     args = config.parse(config.load(write(tree)))
-    assert (args.num_layers, args.window_attn_skip_freq, args.no_rope_freq) == (4, [1, 0, 0, 1], [0, 1, 1, 0])
+    assert (args.num_layers, args.window_attn_skip_freq, args.no_rope_freq) == (4, [1, 0, 0, 0], [0, 0, 1, 0])
     del section["attention"]["pattern"]
-    assert config.load(write(tree)).megatron["window_attn_skip_freq"] == [1, 1, 1, 1]
+    assert config.load(write(tree)).megatron["window_attn_skip_freq"] == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"lengthgen": {"attention": {"window": 16, "pattern": ["W"] * 4}}}, r"pattern lists 4 layers.* has 2"),
         (
-            {"lengthgen": {"attention": {"window": 16, "pattern": "WF"}}},
-            r"pattern 'WF' would be repeated .*'\*-\*-'.*write 4 letters",
+            {"hybrid_layer_pattern": "--", "lengthgen": {"attention": {"window": 16}}},
+            r"'--' has no attention layer .*leave lengthgen.attention out",
         ),
-        ({"lengthgen": {"attention": {"window": 16, "pattern": ["W", "F"]}}}, r"pattern lists 2 layers.* has 4"),
         ({"num_layers": 2}, r"has 4 layers: leave num_layers 2 out"),
         ({"hybrid_layer_pattern": "*X"}, r"'\*X' is no pattern of layers: .*'X' is not a valid layer symbol"),
         ({"hybrid_layer_pattern": 4}, r"4 is no pattern of layers"),
@@ -291,7 +291,7 @@ def test_a_dry_run_says_where_the_masks_are_megatrons(
 
 
 def test_a_dry_run_of_a_hybrid_in_stages_shows_all_its_layers(write, capsys: pytest.CaptureFixture[str]) -> None:
-    section = {"placement": "pre_linear", "attention": {"window": 16, "pattern": "WFFF"}}
+    section = {"placement": "pre_linear", "attention": {"window": 16, "pattern": "WF"}}
     model = {**HYBRID, "hybrid_layer_pattern": "*-|*E", "pipeline_model_parallel_size": 2, "num_experts": 4}
     lines = shown(write, capsys, {**model, "add_bias_linear": False, "lengthgen": section})
     assert "layout: TP 1, PP 2, CP 1, DP 1 on 2 process(es)" in lines
