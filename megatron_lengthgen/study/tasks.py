@@ -46,7 +46,7 @@ class Task(Protocol):
     def candidates(self) -> range:
         """Token ids that can be an answer."""
 
-    def draw(self, random: np.random.Generator, length: int) -> Sample:
+    def draw(self, random: np.random.Generator, length: int, split: Split) -> Sample:
         """A sample of ``length + 1`` tokens from ``random``."""
 
 
@@ -123,7 +123,7 @@ class Recall:
     def candidates(self) -> range:
         return range(self.states + self.keys, self.states + self.keys + self.values)
 
-    def draw(self, random: np.random.Generator, length: int) -> Sample:
+    def draw(self, random: np.random.Generator, length: int, split: Split) -> Sample:
         first_key, first_value = self.states, self.states + self.keys
         needle_mark, query_mark = self.vocab_size - 2, self.vocab_size - 1
         filler = _filler(random, length + 1 - self.min_length, self.states, self.successors)
@@ -144,7 +144,8 @@ class Counting:
     """How many of a marked token were seen: ``<C>`` at the end, and then the token of that number.
 
     The number is uniform over ``0 .. max_count`` at every length, so that a longer sequence is the same question in
-    more filler.
+    more filler. In training the question comes anywhere, with more filler after it: asked at the end alone, a model
+    could answer by the share of marked tokens, which is another number at another length.
 
     Attributes:
         max_count: The largest number.
@@ -173,13 +174,14 @@ class Counting:
         """In the order of the numbers that they stand for."""
         return range(self.states, self.states + self.max_count + 1)
 
-    def draw(self, random: np.random.Generator, length: int) -> Sample:
+    def draw(self, random: np.random.Generator, length: int, split: Split) -> Sample:
         marked, question = self.vocab_size - 2, self.vocab_size - 1
+        end = length if split == "evaluation" else int(random.integers(self.min_length - 1, length + 1))
         count = int(random.integers(self.max_count + 1))
         filler = _filler(random, length - 1 - count, self.states, self.successors)
-        seen = _scatter(random, filler, [np.array([marked])] * count)
-        tokens = np.concatenate([seen, [question, self.candidates[count]]])
-        return Sample(tokens, np.array([length]))
+        seen = _scatter(random, filler[: end - 1 - count], [np.array([marked])] * count)
+        tokens = np.concatenate([seen, [question, self.candidates[count]], filler[end - 1 - count :]])
+        return Sample(tokens, np.array([end]))
 
 
 def _check_counts(task: Any, names: tuple[str, ...]) -> None:
@@ -227,4 +229,4 @@ def sample(task: Task, length: int, *, seed: int, split: Split, index: int) -> S
     if length + 1 < task.min_length:
         raise UserError(f"length {length} does not hold the task, which needs {task.min_length - 1} tokens")
     random = np.random.default_rng([seed, _SPLITS.index(split), length, index])
-    return task.draw(random, length)
+    return task.draw(random, length, split)

@@ -30,7 +30,7 @@ def tree(**changes: object) -> dict:
     return {name: value for name, value in plain.items() if value is not None}
 
 
-@pytest.mark.parametrize("name", ["study_quick.yaml", "study_full.yaml"])
+@pytest.mark.parametrize("name", ["study_quick.yaml", "study_full.yaml", "study_counting.yaml"])
 def test_the_shipped_studies_are_valid(name: str) -> None:
     study = config.load(ROOT / "conf" / name)
     assert len(study.cells) == len(study.variants) * len(study.seeds)
