@@ -1,14 +1,4 @@
-"""Megatron Bridge: dropout in a recipe, with masks that do not depend on the parallel layout.
-
-Call :func:`apply` last, after all overrides, and hand what it returns to Bridge::
-
-    cfg = process_config_with_overrides(llama32_1b_pretrain_config(), cli_overrides=sys.argv[1:])
-    masks = megatron_lengthgen.bridge.apply(cfg, Regularization("vpad", p=0.1))
-    pretrain(cfg, forward_step, callbacks=[masks])
-
-After, because Bridge takes no layer spec from a YAML file or a command line: it puts the recipe's back without a word
-(``megatron/bridge/training/utils/omegaconf_utils.py::_restore_excluded_fields``).
-"""
+"""Dropout in a Megatron Bridge recipe: a spec that configuration files hold, and the callback that counts steps."""
 
 import dataclasses
 import inspect
