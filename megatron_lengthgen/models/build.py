@@ -143,7 +143,7 @@ def initialize(args: argparse.Namespace) -> None:
     if mpu.model_parallel_is_initialized():
         layout = (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size())
         if layout != (args.tensor_model_parallel_size, args.pipeline_model_parallel_size):
-            mpu.destroy_model_parallel()
+            forget()
     destroy_rerun_state_machine()
     connect()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -171,6 +171,9 @@ def forget() -> None:
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 
     if mpu.model_parallel_is_initialized():
+        # destroy_model_parallel only drops its names for most groups, and each gloo group has three threads that poll.
+        for group in filter(None, mpu._global_process_group_list):
+            torch.distributed.destroy_process_group(group)
         mpu.destroy_model_parallel()
     destroy_rerun_state_machine()
 
