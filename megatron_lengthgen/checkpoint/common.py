@@ -1,8 +1,17 @@
-"""What reading and writing checkpoints share: arguments of a portable model, and errors in one line."""
+"""What reading and writing checkpoints share: arguments of a portable model, room on the disk, errors in one line."""
 
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-__all__ = ["LOCAL", "prepare_saving", "reason"]
+from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.files import atomic_directory
+
+__all__ = ["LOCAL", "check_space", "make_readable", "prepare_saving", "reason", "replacing_directory"]
 
 LOCAL: dict[str, Any] = {
     "transformer_impl": "local",
@@ -35,3 +44,37 @@ def prepare_saving() -> None:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
     get_write_results_queue(mp_mode="fork")
+
+
+def check_space(destination: Path, needed: int) -> None:
+    """Refuse a disk without room for ``needed`` bytes; writers say so less clearly, and minutes later."""
+    existing = next(parent for parent in destination.resolve().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(
+            f"{destination} needs {needed / 1e6:,.0f} MB, but {existing} has {free / 1e6:,.0f} MB free: "
+            "make room or choose another disk"
+        )
+
+
+@contextlib.contextmanager
+def replacing_directory(destination: Path, replaces: bool) -> Iterator[Path]:
+    """A temporary directory that becomes ``destination``; what it replaces is moved aside until then."""
+    aside = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.old")
+    try:
+        with atomic_directory(destination) as temporary:
+            yield temporary
+            if replaces:
+                os.replace(destination, aside)
+    except BaseException:
+        if aside.exists() and not destination.exists():
+            os.replace(aside, destination)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def make_readable(file: Path) -> None:
+    """Give ``file`` the permissions of a new file; safetensors writes for its owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)

@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_lengthgen.checkpoint.common import make_readable
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.files import atomic_directory
-from megatron_lengthgen.models.llama import ARCHITECTURES, megatron_args
+from megatron_lengthgen.models import llama
 
 __all__ = ["gguf_to_hugging_face", "is_complete"]
 
@@ -53,8 +54,7 @@ def gguf_to_hugging_face(file: str | os.PathLike[str], destination: str | os.Pat
                     setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
             tokenizer.save_pretrained(temporary)
             for written in temporary.iterdir():
-                # safetensors writes for its owner alone.
-                written.chmod(0o666 & ~_umask())
+                make_readable(written)
         except Exception as error:
             raise UserError(f"{destination} could not be written: {error}") from error
     return True
@@ -73,9 +73,9 @@ def _read(file: Path) -> tuple[Any, Any, Any]:
     try:
         config = AutoConfig.from_pretrained(**where)
         if config.model_type != "llama":
-            raise UserError(f"{file} holds a {config.model_type} model; supported: {', '.join(ARCHITECTURES)}")
-        config.architectures = list(ARCHITECTURES)
-        megatron_args(config.to_dict())
+            raise UserError(f"{file} holds a {config.model_type} model; supported: {llama.ARCHITECTURE}")
+        config.architectures = [llama.ARCHITECTURE]
+        llama.megatron_args(config.to_dict())
         tokenizer = PreTrainedTokenizerFast.from_pretrained(**where)
         loaded = LlamaForCausalLM.from_pretrained(**where, config=config, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError, KeyError, IndexError) as error:
@@ -89,12 +89,6 @@ def _read(file: Path) -> tuple[Any, Any, Any]:
     fresh.tie_weights()
     fresh.generation_config = loaded.generation_config
     return config, tokenizer, fresh
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _check_magic(file: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models.llama import Entry
 
-__all__ = ["SIDE_FILES", "Source", "copy_side_files", "open_source"]
+__all__ = ["INDEX", "SIDE_FILES", "SINGLE", "Source", "copy_side_files", "open_source"]
 
 # What a model needs beside its weights: configuration and tokenizer.
 SIDE_FILES = (
@@ -33,7 +33,7 @@ SIDE_FILES = (
     "chat_template.jinja",
 )
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Old Llama checkpoints carry this constant; it is computed, not learnt.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 
@@ -109,22 +109,22 @@ def open_source(source: str | os.PathLike[str]) -> Source:
     """
     root = _locate(source)
     config = _read_json(root / "config.json", "a Hugging Face model directory has one")
-    index = root / _INDEX
+    index = root / INDEX
     if index.exists():
         weight_map = _read_json(index, "").get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index} has no weight_map; download it again")
         absent = sorted({file for file in weight_map.values() if not (root / file).is_file()})
         if absent:
-            raise UserError(f"{_INDEX} names {_some(absent)}, which {root} does not hold: download the missing shard")
-    elif (root / _SINGLE).is_file():
+            raise UserError(f"{INDEX} names {_some(absent)}, which {root} does not hold: download the missing shard")
+    elif (root / SINGLE).is_file():
         weight_map = None
     else:
         raise UserError(_no_safetensors(root))
 
     files: dict[str, str] = {}
     headers: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in sorted(set(weight_map.values())) if weight_map else [_SINGLE]:
+    for file in sorted(set(weight_map.values())) if weight_map else [SINGLE]:
         with _open(root / file) as shard:
             for name in shard.keys():  # noqa: SIM118 - a safetensors file, not a dict
                 if name in files:
@@ -133,7 +133,7 @@ def open_source(source: str | os.PathLike[str]) -> Source:
                 files[name], headers[name] = file, (piece.get_dtype(), tuple(piece.get_shape()))
     for name, file in (weight_map or {}).items():
         if files.get(name) != file:
-            raise UserError(f"{_INDEX} in {root} places {name} in {file}, which does not hold it: download both again")
+            raise UserError(f"{INDEX} in {root} places {name} in {file}, which does not hold it: download both again")
     return Source(root, config, files, headers)
 
 
@@ -159,7 +159,7 @@ def _locate(source: str | os.PathLike[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(text, allow_patterns=["*.safetensors", _INDEX, *SIDE_FILES]))
+        return Path(snapshot_download(text, allow_patterns=["*.safetensors", INDEX, *SIDE_FILES]))
     except (OSError, ValueError, HfHubHTTPError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
@@ -176,7 +176,7 @@ def _no_safetensors(root: Path) -> str:
         )
     if any(root.glob("*.gguf")):
         return f"{root} holds a GGUF file only; turn it into a Hugging Face directory with the gguf command first"
-    return f"{root} has neither {_SINGLE} nor {_INDEX}; give a directory with safetensors weights"
+    return f"{root} has neither {SINGLE} nor {INDEX}; give a directory with safetensors weights"
 
 
 def _read_json(path: Path, why: str) -> dict[str, Any]:

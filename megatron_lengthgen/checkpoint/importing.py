@@ -6,20 +6,19 @@ import io
 import json
 import math
 import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_lengthgen import megatron_args
+from megatron_lengthgen.attention.pattern import AttentionPattern
 from megatron_lengthgen.checkpoint import huggingface, load
-from megatron_lengthgen.checkpoint.common import LOCAL, prepare_saving, reason
+from megatron_lengthgen.checkpoint.common import LOCAL, check_space, prepare_saving, reason, replacing_directory
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.files import atomic_directory, write_json
-from megatron_lengthgen.models import llama
+from megatron_lengthgen.files import write_json
+from megatron_lengthgen.models import hugging_face, llama
 
 __all__ = ["DTYPES", "ORIGIN", "import_model"]
 
@@ -34,10 +33,13 @@ def import_model(
     *,
     dtype: str = "fp32",
     make_vocab_size_divisible_by: int = 128,
+    window: int | None = None,
+    pattern: str | None = None,
+    rope: str | None = None,
     force: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> bool:
-    """Convert a Llama-architecture model.
+    """Convert a model of the Llama family, SmolLM3 included.
 
     The result holds one ``release`` checkpoint as ``megatron.training`` writes it, so ``--load`` and
     ``--pretrained-checkpoint`` start from it at iteration 0 on any tensor and pipeline size, and ``hf/`` with the
@@ -52,6 +54,11 @@ def import_model(
         dtype: ``"fp32"``, which every source dtype fits in, or ``"bf16"``.
         make_vocab_size_divisible_by: the embedding gets zero rows up to a multiple of it, on every layout the same; any
             tensor parallel size that divides the result can load it.
+        window: attend through a window of so many tokens, the query's own included, in the layers that ``pattern``
+            marks; by default in those that use RoPE, so that layers without keep full attention, as in the paper.
+        pattern: ``W`` (windowed) and ``F`` (full) for each layer, repeated over them: ``WWWF``. Needs ``window``.
+        rope: ``"windowed"`` takes RoPE from the layers with full attention; by default each layer keeps what it was
+            pretrained with. Needs ``window``.
         force: replace a finished checkpoint that was made from something else.
         progress: called with (parameters done, parameters in all).
 
@@ -69,17 +76,20 @@ def import_model(
     if make_vocab_size_divisible_by < 1:
         raise UserError(f"make_vocab_size_divisible_by must be at least 1, got {make_vocab_size_divisible_by}")
     opened = huggingface.open_source(source)
-    values = llama.megatron_args(opened.config, make_vocab_size_divisible_by=make_vocab_size_divisible_by)
+    values = hugging_face.megatron_args(opened.config, make_vocab_size_divisible_by=make_vocab_size_divisible_by)
+    values |= _attention(values, window, pattern, rope)
     entries = llama.key_map(values)
     origin = _origin(source, opened, dtype, make_vocab_size_divisible_by)
+    if window is not None:
+        origin["attention"] = {"window": window, "pattern": pattern, "rope": rope}
     replaces = _is_occupied(destination, origin, force)
     if replaces is None:
         return False
     opened.check(entries, tied=not values["untie_embeddings_and_output_weights"])
 
-    _check_space(destination, values, entries, dtype)
+    check_space(destination, _size(values, entries, dtype))
 
-    with _write(destination, replaces) as temporary:
+    with replacing_directory(destination, replaces) as temporary:
         huggingface.copy_side_files(opened.root, temporary / load.HUGGING_FACE)
         tokenizer = {
             "tokenizer_type": "HuggingFaceTokenizer",
@@ -88,6 +98,24 @@ def import_model(
         _save(values | DTYPES[dtype], tokenizer, entries, opened, temporary, progress)
         write_json(temporary / ORIGIN, origin)
     return True
+
+
+def _attention(values: Mapping[str, Any], window: int | None, pattern: str | None, rope: str | None) -> dict[str, Any]:
+    """Megatron's arguments for the windows that the caller asked for; none where they asked for nothing."""
+    if window is None:
+        if pattern is not None or rope is not None:
+            raise UserError(f"pattern {pattern!r} and rope {rope!r} say where a window goes: set a window, too")
+        return {}
+    if rope not in (None, "windowed"):
+        raise UserError(f"unknown rope {rope!r}: leave it out, or choose windowed")
+    layers = values["num_layers"]
+    skips = values.get("no_rope_freq") or [0] * layers
+    mapping = {
+        "window": window,
+        "pattern": ["F" if skip else "W" for skip in skips] if pattern is None else pattern,
+        "rope": rope or [int(not skip) for skip in skips],
+    }
+    return AttentionPattern.from_mapping(mapping, layers).to_megatron()
 
 
 def _origin(
@@ -118,8 +146,8 @@ def _is_occupied(destination: Path, origin: dict[str, Any], force: bool) -> bool
         found = json.loads((destination / ORIGIN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         found = None
-    what = ("config_sha256", "files", "dtype", "make_vocab_size_divisible_by")
-    if isinstance(found, dict) and all(found.get(name) == origin[name] for name in what):
+    what = ("config_sha256", "files", "dtype", "make_vocab_size_divisible_by", "attention")
+    if isinstance(found, dict) and all(found.get(name) == origin.get(name) for name in what):
         load.find_checkpoint(destination)
         return None
     made_from = f"from {found['source']} as {found['dtype']}" if found else "by a training run"
@@ -128,34 +156,11 @@ def _is_occupied(destination: Path, origin: dict[str, Any], force: bool) -> bool
     )
 
 
-def _check_space(destination: Path, values: dict[str, Any], entries: list[llama.Entry], dtype: str) -> None:
-    """Megatron's writer says nothing intelligible about a full disk, and minutes later."""
+def _size(values: Mapping[str, Any], entries: list[llama.Entry], dtype: str) -> int:
+    """Bytes on disk."""
     parameters = sum(math.prod(shape) for entry in entries for shape in entry.shapes)
     padding = (values["padded_vocab_size"] - values["vocab_size"]) * values["hidden_size"]
-    needed = (parameters + 2 * padding) * (2 if dtype == "bf16" else 4)
-    existing = next(parent for parent in destination.resolve().parents if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise UserError(
-            f"{destination} needs {needed / 1e6:,.0f} MB, but {existing} has {free / 1e6:,.0f} MB free: "
-            "make room or choose another disk"
-        )
-
-
-@contextlib.contextmanager
-def _write(destination: Path, replaces: bool) -> Iterator[Path]:
-    """A temporary directory that becomes ``destination``; what it replaces is moved aside until then."""
-    aside = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.old")
-    try:
-        with atomic_directory(destination) as temporary:
-            yield temporary
-            if replaces:
-                os.replace(destination, aside)
-    except BaseException:
-        if aside.exists() and not destination.exists():
-            os.replace(aside, destination)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
+    return (parameters + 2 * padding) * (2 if dtype == "bf16" else 4)
 
 
 def _save(

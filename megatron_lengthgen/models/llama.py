@@ -1,4 +1,4 @@
-"""Llama-architecture models in Megatron terms: arguments, and the key map to and from Hugging Face.
+"""Llama-architecture models in Megatron terms: arguments and ``config.json``, and the key map, both ways.
 
 Everything here is pure: configurations and tensors in, arguments and tensors out. The key map serves import
 (:attr:`Entry.pack`) and export (:attr:`Entry.unpack`) alike, one Megatron parameter at a time, so that a caller can
@@ -17,8 +17,9 @@ from torch import Tensor
 from megatron_lengthgen.errors import UserError
 
 __all__ = [
-    "ARCHITECTURES",
+    "ARCHITECTURE",
     "Entry",
+    "config_json",
     "key_map",
     "megatron_args",
     "pack_gate_up",
@@ -28,10 +29,10 @@ __all__ = [
     "unpack_qkv",
 ]
 
-ARCHITECTURES = ("LlamaForCausalLM",)
+ARCHITECTURE = "LlamaForCausalLM"
 
 # Constants of megatron/core/models/common/embeddings/rotary_pos_embedding.py::RotaryEmbedding._apply_scaling.
-_LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -46,17 +47,11 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int) -> int
 
 
 def megatron_args(hf_config: Mapping[str, Any], *, make_vocab_size_divisible_by: int = 128) -> dict[str, Any]:
-    """Megatron's arguments for the model that ``hf_config`` (the content of a ``config.json``) describes.
+    """Megatron's arguments for the model that ``hf_config`` (the content of a Llama's ``config.json``) describes.
 
     Raises:
-        UserError: another architecture, a missing value, or a feature that Megatron does not compute the same way.
+        UserError: a missing value, or a feature that Megatron does not compute the same way.
     """
-    architectures = list(hf_config.get("architectures") or [])
-    if not any(name in ARCHITECTURES for name in architectures):
-        raise UserError(
-            f"cannot import architecture {', '.join(architectures) or '(none named in config.json)'}; "
-            f"supported: {', '.join(ARCHITECTURES)}"
-        )
     for name in _REQUIRED:
         _positive_integer(hf_config, name)
     if hf_config.get("quantization_config"):
@@ -66,7 +61,7 @@ def megatron_args(hf_config: Mapping[str, Any], *, make_vocab_size_divisible_by:
         )
     for name in ("attention_bias", "mlp_bias"):
         if hf_config.get(name):
-            raise UserError(f"config.json sets {name}=true; only Llama models without biases can be imported")
+            raise UserError(f"config.json sets {name}=true; only models without biases can be imported")
     activation = hf_config.get("hidden_act", "silu")
     if activation != "silu":
         raise UserError(f"config.json sets hidden_act={activation!r}; only 'silu' (SwiGLU) can be imported")
@@ -117,7 +112,7 @@ def megatron_args(hf_config: Mapping[str, Any], *, make_vocab_size_divisible_by:
 def _positive_integer(hf_config: Mapping[str, Any], name: str) -> None:
     value = hf_config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"config.json has {name}={value!r}; a Llama model needs a positive integer there")
+        raise UserError(f"config.json has {name}={value!r}; import needs a positive integer there")
 
 
 def _rope_args(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,6 +139,57 @@ def _rope_args(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         f"config.json scales RoPE by {kind!r} with {rope}; Megatron computes 'default', 'linear' with an integer "
         f"factor and 'llama3' with {_LLAMA3_ROPE} alone"
     )
+
+
+def config_json(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`megatron_args`: the ``config.json`` of a model with these arguments.
+
+    It says nothing of special tokens, which Megatron's arguments do not hold.
+
+    Args:
+        args: ``vars()`` of a checkpoint's arguments, of a model that is a Llama.
+
+    Raises:
+        UserError: a scaling of RoPE that transformers does not compute.
+    """
+    heads = args["num_attention_heads"]
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "vocab_size": args["vocab_size"],
+        "hidden_size": args["hidden_size"],
+        "intermediate_size": args["ffn_hidden_size"],
+        "num_hidden_layers": args["num_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": args["num_query_groups"] if args["group_query_attention"] else heads,
+        "head_dim": args["kv_channels"],
+        "hidden_act": "silu",
+        "max_position_embeddings": args["max_position_embeddings"],
+        "initializer_range": args["init_method_std"],
+        "rms_norm_eps": args["layernorm_epsilon"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": not args["untie_embeddings_and_output_weights"],
+        **_rope_json(args),
+    }
+
+
+def _rope_json(args: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE in the words of transformers 5 and of 4: each passes over the other's, and would take its default base."""
+    theta, scaling = float(args["rotary_base"]), None
+    interpolation = args.get("rotary_seq_len_interpolation_factor")
+    if args.get("use_rope_scaling"):
+        if interpolation not in (None, 1):
+            raise UserError(
+                f"the checkpoint scales RoPE twice, by use_rope_scaling and rotary_seq_len_interpolation_factor "
+                f"{interpolation}, and transformers does one of them alone: it cannot be exported"
+            )
+        scaling = {"rope_type": "llama3", "factor": float(args["rope_scaling_factor"]), **_LLAMA3_ROPE}
+    elif interpolation not in (None, 1):
+        scaling = {"rope_type": "linear", "factor": float(interpolation)}
+    both = {**(scaling or {"rope_type": "default"}), "rope_theta": theta}
+    return {"rope_parameters": both, "rope_theta": theta, "rope_scaling": scaling and both}
 
 
 @dataclass(frozen=True)

@@ -14,54 +14,25 @@ from typing import Any
 
 import pytest
 import torch
+from hf_models import TINY, add_tokenizer, edit_config, logits, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 from megatron_lengthgen.checkpoint import huggingface, importing, info, load
 from megatron_lengthgen.checkpoint.gguf import gguf_to_hugging_face
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.models import llama
+from megatron_lengthgen.models import hugging_face, llama
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
-TINY: dict[str, Any] = {
-    "vocab_size": 1003,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
-
-
-def make_model(directory: Path, dtype: torch.dtype = torch.float32, shard: str = "50GB", **changes: Any) -> Any:
-    """A random Llama with random norms, saved to ``directory`` in ``dtype``; the same weights in a float32 model."""
-    torch.manual_seed(7)
-    model = LlamaForCausalLM(LlamaConfig(**TINY | changes)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-    model.to(dtype).save_pretrained(directory, max_shard_size=shard)
-    # A fresh model, because conversion to bfloat16 has rounded the rotary frequencies as well.
-    reference = LlamaForCausalLM(model.config).eval()
-    reference.load_state_dict(model.state_dict())
-    return reference
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny") / "model"
     make_model(directory, shard="60KB")
-    tokenizer = Tokenizer(WordLevel({f"w{token}": token for token in range(1003)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(directory)
+    add_tokenizer(directory)
     return directory
 
 
@@ -80,17 +51,6 @@ def imported(tiny: Path, tmp_path_factory: pytest.TempPathFactory, megatron_sing
 @pytest.fixture
 def damaged(imported: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(imported, tmp_path / "damaged"))
-
-
-def edit_config(directory: Path, **changes: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    with torch.no_grad():
-        return model(tokens, positions, None).float()
 
 
 # ------------------------------------------------------------------------------------------------ key map
@@ -121,7 +81,7 @@ def test_pack_then_unpack_gives_every_tensor_back(
         "head_dim": head_dim,
         "tie_word_embeddings": tied,
     }
-    args = llama.megatron_args(config, make_vocab_size_divisible_by=multiple)
+    args = hugging_face.megatron_args(config, make_vocab_size_divisible_by=multiple)
     assert args["padded_vocab_size"] % multiple == 0 and 0 <= args["padded_vocab_size"] - vocab < multiple
     for entry in llama.key_map(args):
         tensors = [torch.randn(shape).to(dtype) for shape in entry.shapes]
@@ -131,7 +91,7 @@ def test_pack_then_unpack_gives_every_tensor_back(
 
 def test_the_key_map_names_exactly_the_tensors_that_transformers_saves(tiny: Path) -> None:
     source = huggingface.open_source(tiny)
-    entries = llama.key_map(llama.megatron_args(source.config))
+    entries = llama.key_map(hugging_face.megatron_args(source.config))
     assert {name for entry in entries for name in entry.hugging_face} == set(source.headers)
     assert len(set(source.files.values())) > 3, "the fixture is meant to have several shards"
 
@@ -141,14 +101,17 @@ def test_rope_is_read_as_transformers_4_wrote_it_too() -> None:
     new["architectures"] = ["LlamaForCausalLM"]
     old = {name: value for name, value in new.items() if name != "rope_parameters"}
     old |= {"rope_theta": 12345.0, "rope_scaling": None}
-    assert llama.megatron_args(old) == llama.megatron_args(new)
-    assert llama.megatron_args(old)["rotary_base"] == 12345
+    assert hugging_face.megatron_args(old) == hugging_face.megatron_args(new)
+    assert hugging_face.megatron_args(old)["rotary_base"] == 12345
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM; supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["MistralForCausalLM"]},
+            "MistralForCausalLM; supported: LlamaForCausalLM, SmolLM3ForCausalLM",
+        ),
         ({"architectures": None}, "none named"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"mlp_bias": True}, "mlp_bias=true"),
@@ -169,7 +132,7 @@ def test_rope_is_read_as_transformers_4_wrote_it_too() -> None:
 def test_what_megatron_cannot_express_is_refused(changes: dict[str, Any], message: str) -> None:
     config = LlamaConfig(**TINY).to_dict() | {"architectures": ["LlamaForCausalLM"]}
     with pytest.raises(UserError, match=message):
-        llama.megatron_args(config | changes)
+        hugging_face.megatron_args(config | changes)
 
 
 # ------------------------------------------------------------------------------------------------- import
@@ -213,6 +176,140 @@ def test_logits_equal_transformers(
     assert expected.std() > 0.1
     torch.testing.assert_close(found[..., : expected.shape[-1]], expected, rtol=0, atol=1e-4)
     assert not found[..., expected.shape[-1] :].any()
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "window", "windowed", "no_rope"),
+    [
+        ({}, (23, 0), [1, 0, 1, 0, 0], [0, 1, 0, 0, 1]),
+        ({"use_sliding_window": False, "sliding_window": None, "layer_types": None}, None, None, [0, 1, 0, 0, 1]),
+        (
+            {"no_rope_layers": None, "layer_types": None, "sliding_window": 300},
+            (299, 0),
+            [0, 0, 0, 1, 0],
+            [0, 0, 0, 1, 0],
+        ),
+        ({"num_key_value_heads": 6, "head_dim": 12, "no_rope_layers": [1] * 5}, (23, 0), [1, 0, 1, 0, 0], None),
+    ],
+    ids=["published-kind", "no-windows", "transformers-defaults", "mha-head_dim-rope"],
+)
+def test_smollm3_gives_transformers_logits_beyond_its_window(
+    changes: dict[str, Any], window: Any, windowed: Any, no_rope: Any, tmp_path: Path, megatron_single: Any
+) -> None:
+    reference = make_model(tmp_path / "hf", smollm3=True, **changes)
+    importing.import_model(tmp_path / "hf", tmp_path / "mg")
+    model, args = load.load_model(tmp_path / "mg", dtype="fp32")
+    assert (args.window_size, args.window_attn_skip_freq, args.no_rope_freq) == (window, windowed, no_rope)
+    assert args.rotary_base == 2_000_000 and not args.untie_embeddings_and_output_weights
+    tokens = torch.randint(0, 1003, (2, 200))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    torch.testing.assert_close(logits(model, tokens)[..., :1003], expected, rtol=0, atol=1e-4)
+
+
+def test_windows_and_nope_of_smollm3_make_a_difference(tmp_path: Path, megatron_single: Any) -> None:
+    """The comparison above would hold for two models that both ignored them."""
+    reference = make_model(tmp_path / "hf", smollm3=True)
+    tokens = torch.randint(0, 1003, (1, 200))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+        for name, value in (("layer_types", [FULL] * 5), ("no_rope_layers", [1] * 5)):
+            make_model(tmp_path / name, smollm3=True, **{name: value})
+            other = type(reference).from_pretrained(tmp_path / name).eval()
+            assert (other(tokens).logits - expected)[:, 150:].abs().max() > 0.1, name
+
+
+def test_what_a_smollm3_config_leaves_out_is_transformers_default(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "vocab_size": 40,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    }
+    full = SmolLM3Config(**config)
+    assert hugging_face.megatron_args(config) == hugging_face.megatron_args(full.to_dict() | config)
+    assert hugging_face.megatron_args(config)["num_query_groups"] == full.num_key_value_heads == 4
+    assert hugging_face.megatron_args(config)["no_rope_freq"] == [0, 0, 0, 1] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": [SLIDING] * 4}, "layer_types lists 4 layers, and the model has 5"),
+        ({"no_rope_layers": [1] * 4}, "lists 4 layers, and the model has 5"),
+        ({"layer_types": ["chunked_attention"] * 5}, "unknown kind in layer_types 'chunked_attention'"),
+        ({"sliding_window": None}, "sliding_window None, so that their window is unknown"),
+        ({"sliding_window": 0}, "window must be a positive number of tokens, got 0"),
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "'yarn'"),
+    ],
+)
+def test_a_smollm3_that_cannot_be_imported_is_refused_first(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "hf", smollm3=True)
+    edit_config(tmp_path / "hf", **changes)
+    refuse(tmp_path / "hf", message)
+
+
+def pattern_of(checkpoint: Path) -> tuple[Any, Any, Any]:
+    args = load.checkpoint_args(checkpoint)
+    return args.window_size, args.window_attn_skip_freq, args.no_rope_freq
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"window": 32}, ((31, 0), [1, 0, 1, 1, 0], [0, 1, 0, 0, 1])),
+        ({"window": 32, "pattern": "WWF"}, ((31, 0), [1, 1, 0, 1, 1], [0, 1, 0, 0, 1])),
+        ({"window": 32, "pattern": "WWF", "rope": "windowed"}, ((31, 0), [1, 1, 0, 1, 1], [0, 0, 1, 0, 0])),
+        ({"window": 10_000}, ((9999, 0), [1, 0, 1, 1, 0], [0, 1, 0, 0, 1])),
+    ],
+    ids=["rope-layers", "pattern", "pattern-rope", "longer-than-the-model"],
+)
+def test_a_window_can_be_put_on_an_imported_model(
+    options: dict[str, Any], expected: Any, tmp_path: Path, megatron_single: Any
+) -> None:
+    make_model(tmp_path / "hf", smollm3=True)
+    importing.import_model(tmp_path / "hf", tmp_path / "mg", **options)
+    assert pattern_of(tmp_path / "mg") == expected
+    assert not importing.import_model(tmp_path / "hf", tmp_path / "mg", **options)
+    with pytest.raises(UserError, match="use --force"):
+        importing.import_model(tmp_path / "hf", tmp_path / "mg", window=33)
+
+
+def test_a_window_on_a_llama_is_the_window_of_transformers(tmp_path: Path, megatron_single: Any) -> None:
+    """Its oracle is a SmolLM3 of the same weights: Llama's class has no windows."""
+    llama_model = make_model(tmp_path / "hf")
+    importing.import_model(tmp_path / "hf", tmp_path / "mg", window=20, pattern="WF")
+    changes = {"layer_types": [SLIDING, FULL, SLIDING], "no_rope_layers": [1] * 3, "sliding_window": 20}
+    reference = SmolLM3ForCausalLM(SmolLM3Config(**TINY | changes, use_sliding_window=True, pad_token_id=None)).eval()
+    reference.load_state_dict(llama_model.state_dict())
+    tokens = torch.randint(0, 1003, (1, 100))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    found = logits(load.load_model(tmp_path / "mg", dtype="fp32")[0], tokens)
+    torch.testing.assert_close(found[..., :1003], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be a positive number of tokens, got 0"),
+        ({"window": 8, "pattern": "WXF"}, "must consist of W .* got 'WXF'"),
+        ({"window": 8, "pattern": "WWWF"}, "'WWWF' is 4 layers long, and the model has 3"),
+        ({"window": 8, "pattern": "F"}, "no layer is windowed"),
+        ({"window": 8, "rope": "none"}, "unknown rope 'none'"),
+        ({"pattern": "WF"}, "set a window, too"),
+    ],
+)
+def test_a_window_that_cannot_be_put_is_refused_first(copy: Path, options: dict[str, Any], message: str) -> None:
+    refuse(copy, message, **options)
 
 
 def test_vocabulary_padding_is_the_callers_and_no_layouts(tiny: Path, tmp_path: Path, megatron_single: Any) -> None:
@@ -352,7 +449,7 @@ def test_tied_weights_stored_twice(tmp_path: Path) -> None:
     make_model(source, tie_word_embeddings=True)
     weights = load_file(source / "model.safetensors")
     opened = lambda: huggingface.open_source(source)  # noqa: E731
-    entries = llama.key_map(llama.megatron_args(opened().config))
+    entries = llama.key_map(hugging_face.megatron_args(opened().config))
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, source / "model.safetensors")
     opened().check(entries, tied=True)
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, source / "model.safetensors")
@@ -364,7 +461,7 @@ def test_constants_of_old_checkpoints_are_passed_over(single: Path) -> None:
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(weights, single / "model.safetensors")
     opened = huggingface.open_source(single)
-    opened.check(llama.key_map(llama.megatron_args(opened.config)), tied=False)
+    opened.check(llama.key_map(hugging_face.megatron_args(opened.config)), tied=False)
 
 
 def test_directories_that_hold_no_model(copy: Path, tmp_path: Path) -> None:
