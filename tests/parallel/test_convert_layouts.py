@@ -1,4 +1,4 @@
-"""One imported checkpoint, and one that the trainer saved from it, on every layout: the same logits.
+"""One imported checkpoint, and one that the trainer saved from it, on every layout: the same logits, the same export.
 
 The file is also the script that the ranks run: torchrun test_convert_layouts.py IMPORTED TRAINED OUT
 """
@@ -43,14 +43,21 @@ def forward(model: Any) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------ what the ranks run
 
 
-def on_tensor_parallel_ranks(checkpoint: str) -> torch.Tensor:
+def saving(directory: Path) -> dict[str, Any]:
+    return {"save": str(directory), "save_interval": 1, "no_save_optim": True, "no_save_rng": True}
+
+
+def on_tensor_parallel_ranks(checkpoint: str, save: Path | None = None) -> torch.Tensor:
     from megatron.core import mpu
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+    from megatron.training.checkpointing import save_checkpoint
 
     from megatron_lengthgen.checkpoint.load import load_model
 
-    model, _ = load_model(checkpoint, tensor_parallel=2, dtype="fp32")
+    model, _ = load_model(checkpoint, tensor_parallel=2, dtype="fp32", overrides=saving(save) if save else None)
     assert mpu.get_tensor_model_parallel_world_size() == 2
+    if save:
+        save_checkpoint(7, [model], None, None, 0)
     return gather_from_tensor_model_parallel_region(forward(model))
 
 
@@ -59,7 +66,7 @@ def on_pipeline_ranks(checkpoint: str, **more: Any) -> torch.Tensor | None:
     import torch.distributed as dist
     from megatron.core import mpu
     from megatron.core.utils import unwrap_model
-    from megatron.training.checkpointing import load_checkpoint
+    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 
     from megatron_lengthgen import megatron_args
     from megatron_lengthgen.models.build import build_model, initialize
@@ -81,6 +88,8 @@ def on_pipeline_ranks(checkpoint: str, **more: Any) -> torch.Tensor | None:
     initialize(args)
     chunks = build_model(args)
     load_checkpoint(chunks, None, None)
+    if args.save:
+        save_checkpoint(7, chunks, None, None, 0)
     model = unwrap_model(chunks)[0].eval()
     if mpu.is_pipeline_first_stage():
         dist.send(forward(model).contiguous(), 1)
@@ -92,10 +101,13 @@ def on_pipeline_ranks(checkpoint: str, **more: Any) -> torch.Tensor | None:
 
 
 def ranks(imported: str, trained: str, out: str) -> None:
+    from megatron_lengthgen.checkpoint.common import prepare_saving
+
+    prepare_saving()
     results = {
-        "imported_tp2": on_tensor_parallel_ranks(imported),
+        "imported_tp2": on_tensor_parallel_ranks(imported, Path(out) / "saved_tp2"),
         "trained_tp2": on_tensor_parallel_ranks(trained),
-        "imported_pp2": on_pipeline_ranks(imported),
+        "imported_pp2": on_pipeline_ranks(imported, **saving(Path(out) / "saved_pp2")),
         "trained_pp2": on_pipeline_ranks(trained, finetune=True, **WINDOWS),
     }
     for name, logits in results.items():
@@ -176,6 +188,36 @@ def test_training_windows_and_the_stored_section_make_a_difference(runs: Path) -
     assert (trained - result(runs, "reference")).abs().max() > 0.1
     without = {"window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None}
     assert (trained - alone(runs / "trained", overrides=without)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_checkpoint_saved_on_any_layout_exports_the_bits_that_were_imported(
+    runs: Path, layout: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    from megatron_lengthgen.checkpoint.exporting import export_model
+    from megatron_lengthgen.checkpoint.info import describe
+
+    saved_on = describe(runs / f"saved_{layout}")["saved_on"]
+    assert saved_on["tensor_model_parallel_size"] * saved_on["pipeline_model_parallel_size"] == 2
+    export_model(runs / f"saved_{layout}", tmp_path / "out")
+    found, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "out", runs / "hf"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_a_trained_checkpoint_with_optimizer_is_exported_with_its_windows(runs: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from megatron_lengthgen.checkpoint.exporting import export_model
+
+    config = export_model(runs / "trained", tmp_path / "out")
+    assert config["architectures"] == ["SmolLM3ForCausalLM"] and config["vocab_size"] == VOCABULARY
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        found = model(tokens()).logits
+    torch.testing.assert_close(found, result(runs, "trained_pp2"), rtol=0, atol=1e-4)
 
 
 def test_info_tells_where_a_trained_checkpoint_comes_from(runs: Path) -> None:
