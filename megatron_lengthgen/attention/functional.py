@@ -7,6 +7,10 @@ window of W tokens lets a query see exactly W keys, itself included.
 Memory is linear in length, except for SDPA's own choice with dropout on a CPU. The time of a windowed call is linear in
 length: the first W queries see everything before them (plain causal attention); the others are cut into blocks of B
 queries against B + W keys that share one band mask and go through one SDPA call.
+
+An attention sink is a logit per head that takes part in the softmax and has no value: weights are
+``exp(score) / (exp(sink) + sum of exp(score))`` (Megatron's ``softmax_type``; a sink of 0 is "off-by-one"). SDPA has
+none, so each call gets one key more: :func:`_with_sink`.
 """
 
 from functools import lru_cache
@@ -21,6 +25,7 @@ __all__ = ["block_length", "causal_attention", "masked_attention"]
 
 
 _PREFIX_BLOCK = 256
+_PAD = 8  # kernels want head sizes that are multiples of 8
 
 
 def causal_attention(
@@ -31,6 +36,7 @@ def causal_attention(
     window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last sq positions to themselves and to what stands before them.
 
@@ -41,6 +47,7 @@ def causal_attention(
         window: number of keys that a query sees, itself included; None for all before it.
         scale: factor of the scores; None for ``1/sqrt(d)``.
         dropout: probability with which an attention weight is dropped.
+        sink: [h], logits of the heads' attention sinks; None for none.
 
     Returns:
         [b, h, sq, d]
@@ -54,15 +61,15 @@ def causal_attention(
     if window is not None and window < 1:
         raise ValueError(f"a window must hold at least the query itself, got {window}")
     if window is None or window >= sk:
-        return _causal(query, key, value, scale, dropout)
+        return _causal(query, key, value, scale, dropout, sink)
     if sq == 1:
-        return _sdpa(query, key[:, :, -window:], value[:, :, -window:], scale, dropout)
-    if cpu_backward.pays_off(query, key, value, dropout):
+        return _sdpa(query, key[:, :, -window:], value[:, :, -window:], scale, dropout, sink)
+    if sink is None and cpu_backward.pays_off(query, key, value, dropout):
         factor = query.size(3) ** -0.5 if scale is None else scale
         return cpu_backward.WindowedAttention.apply(
-            query, key, value, window, factor, lambda: _windowed(query, key, value, window, scale, dropout)
+            query, key, value, window, factor, lambda: _windowed(query, key, value, window, scale, dropout, None)
         )
-    return _windowed(query, key, value, window, scale, dropout)
+    return _windowed(query, key, value, window, scale, dropout, sink)
 
 
 def masked_attention(
@@ -74,6 +81,7 @@ def masked_attention(
     window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Causal attention that a dense mask narrows further: quadratic memory, for callers that bring such a mask.
 
@@ -85,6 +93,7 @@ def masked_attention(
         window: as in :func:`causal_attention`.
         scale: as in :func:`causal_attention`.
         dropout: as in :func:`causal_attention`.
+        sink: as in :func:`causal_attention`.
 
     Returns:
         [b, h, sq, d]
@@ -93,7 +102,7 @@ def masked_attention(
     causal = torch.ones(sq, sk, dtype=torch.bool, device=query.device).tril_(sk - sq)
     if window is not None:
         causal.triu_(sk - sq - window + 1)
-    return _sdpa(query, key, value, scale, dropout, mask=keep & causal)
+    return _sdpa(query, key, value, scale, dropout, sink, mask=keep & causal)
 
 
 def block_length(window: int) -> int:
@@ -107,13 +116,15 @@ def block_length(window: int) -> int:
     return max(256, window // 4)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, sink: Tensor | None
+) -> Tensor:
     sq, sk = query.size(2), key.size(2)
     if sq == 1:
-        return _sdpa(query, key, value, scale, dropout)
+        return _sdpa(query, key, value, scale, dropout, sink)
     if sq == sk:
-        return _sdpa(query, key, value, scale, dropout, causal=True)
-    if query.device.type == "cpu" and not dropout and not _needs_gradients(query, key, value):
+        return _sdpa(query, key, value, scale, dropout, sink, causal=True)
+    if query.device.type == "cpu" and not dropout and sink is None and not _needs_gradients(query, key, value):
         return _behind_prefix(query, key, value, scale)
     # SDPA's is_causal is aligned top-left, so behind a prefix a mask has to say it. Block by block little is computed
     # in vain, and one mask of a block's height serves all. Additive: SDPA converts a boolean mask on each call.
@@ -127,7 +138,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None, drop
         # The lower right corner of the mask; a shorter block leaves out rows at the bottom and as many columns.
         last = capacity - (_PREFIX_BLOCK - rows)
         seen = mask[:rows, last - end : last]
-        parts.append(_sdpa(part, key[:, :, :end], value[:, :, :end], scale, dropout, mask=seen))
+        parts.append(_sdpa(part, key[:, :, :end], value[:, :, :end], scale, dropout, sink, mask=seen))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
@@ -148,7 +159,9 @@ def _behind_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float | Non
     return torch.lerp(new.float(), before.float(), share).to(query.dtype)
 
 
-def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None, dropout: float) -> Tensor:
+def _windowed(
+    query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None, dropout: float, sink: Tensor | None
+) -> Tensor:
     sq = query.size(2)
     # Blocks carry one key more than they need on the left (masked), so that a block starts at an aligned address.
     visible = min(key.size(2), sq + window)
@@ -158,7 +171,7 @@ def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, scale: flo
     parts = []
     if head:
         end = prefix + head
-        parts.append(_causal(query[:, :, :head], key[:, :, :end], value[:, :, :end], scale, dropout))
+        parts.append(_causal(query[:, :, :head], key[:, :, :end], value[:, :, :end], scale, dropout, sink))
     length = block_length(window)
     blocks, tail = divmod(sq - head, length)
     if blocks:
@@ -171,6 +184,7 @@ def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, scale: flo
                     _cut(value[:, :, : window + blocks * length], length + window, length),
                     scale,
                     dropout,
+                    sink,
                     mask=_band_mask(length, window, query.dtype, query.device),
                 ),
                 blocks,
@@ -179,7 +193,7 @@ def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, scale: flo
     if tail:
         mask = _band_mask(length, window, query.dtype, query.device)[:tail, : tail + window]
         keys = slice(visible - tail - window, None)
-        parts.append(_sdpa(query[:, :, -tail:], key[:, :, keys], value[:, :, keys], scale, dropout, mask=mask))
+        parts.append(_sdpa(query[:, :, -tail:], key[:, :, keys], value[:, :, keys], scale, dropout, sink, mask=mask))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
@@ -199,10 +213,15 @@ def _sdpa(
     value: Tensor,
     scale: float | None,
     dropout: float,
+    sink: Tensor | None = None,
     *,
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
+    if sink is not None:
+        factor = query.size(3) ** -0.5 if scale is None else scale
+        q, k, v, mask = _with_sink(query, key, value, mask, sink / factor, causal=causal)
+        return _sdpa(q, k, v, factor, dropout, mask=mask, causal=causal)[:, :, -query.size(2) :, : query.size(3)]
     groups = key.size(1)
     if groups == query.size(1):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale)
@@ -217,6 +236,24 @@ def _sdpa(
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
     return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=True)
+
+
+def _with_sink(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, product: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """A first key that all see, with value 0, whose product with a query is ``product`` [h] of the query's head.
+
+    The head size grows by ``_PAD``: there queries carry the product, the sink has a one, and all other keys have zeros.
+    So the logit is learned through the query, and heads that share keys have sinks of their own. SDPA's ``is_causal``
+    hides the first key from no query but one before the first, so a ``causal`` call gets a query more, too.
+    """
+    extra = F.pad(product.to(query.dtype)[None, :, None, None], (0, _PAD - 1))
+    query = torch.cat([query, extra.expand(query.size(0), -1, query.size(2), -1)], dim=3)
+    if causal:
+        query = F.pad(query, (0, 0, 1, 0))
+    key, value = (F.pad(x, (0, _PAD, 1, 0)) for x in (key, value))
+    key[:, :, 0, -_PAD] = 1
+    return query, key, value, None if mask is None else F.pad(mask, (1, 0), value=float(mask.dtype is torch.bool))
 
 
 @lru_cache(maxsize=2)

@@ -237,6 +237,16 @@ def _nope(run: _Run) -> Iterator[str]:
 def _seams(run: _Run) -> Iterator[str]:
     """Parts of a model that leave no room for dropout, or that are built past the spec."""
     config, sites, dropped = run.get, run.sites, run.dropped
+    # training/models/gpt.py::GPTModelBuilder.build_model puts DotProductAttention into a layer spec, the caller's own.
+    if (
+        run.core_attention == "sdpa"
+        and config("transformer_impl") == "local"
+        and getattr(config("attention_backend"), "name", "") == "local"
+    ):
+        yield (
+            "attention_backend 'local' makes Megatron put its own DotProductAttention in place of core_attention "
+            "'sdpa': set attention_backend: auto, or core_attention: megatron"
+        )
     # heterogeneous_layer_specs.py makes a spec per layer, which no entry point of this package does.
     if run.kind == "gpt" and config("heterogeneous_block_specs"):
         yield "heterogeneous_block_specs is on, and this package's specs make all layers alike: leave it out"

@@ -222,7 +222,7 @@ def test_dropout_keeps_the_mean_and_follows_the_tracked_stream(megatron_single: 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(softmax_type="off-by-one"), "softmax_type"),
+        (dict(softmax_type="off-by-two"), "softmax_type"),
         (dict(window_size=(-1, 0)), "window_size"),
         (dict(window_size=(7, 2)), "window_size"),
         (dict(qk_clip=True), "qk_clip"),
@@ -241,8 +241,6 @@ def test_refuses_calls_it_cannot_honour(megatron_single: Callable[[int], None]) 
     leaves = inputs(4, 4)
     with pytest.raises(UserError, match="attention_bias"):
         attention(*leaves, None, attention_bias=torch.zeros(1))
-    with pytest.raises(UserError, match="packed"):
-        attention(*leaves, None, packed_seq_params=object())
     with pytest.raises(UserError, match="padding"):
         attention(*leaves, None, attn_mask_type=AttnMaskType.padding)
     with pytest.raises(ValueError, match="4 queries and 3 keys"):
@@ -252,6 +250,7 @@ def test_refuses_calls_it_cannot_honour(megatron_single: Callable[[int], None]) 
 def test_has_no_checkpoint_keys(megatron_single: Callable[[int], None]) -> None:
     attention = build(SDPACoreAttention, make_config())
     assert not attention.state_dict() and not attention.sharded_state_dict("layer.")
+    assert not [*attention.parameters(), *attention.buffers()]
 
 
 @given(
