@@ -21,7 +21,7 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="print the resolved configuration, the parameter count and the layer table, and exit",
     )
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def main() -> None:

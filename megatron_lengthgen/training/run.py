@@ -19,6 +19,7 @@ from megatron_lengthgen.dropout.masks import MASK_VERSION
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models import build
 from megatron_lengthgen.training import config as run_config
+from megatron_lengthgen.training import memory
 from megatron_lengthgen.training.progress import TrainingProgress
 from megatron_lengthgen.training.resume import check_resume
 
@@ -38,6 +39,8 @@ _ONE_PROCESS = {
     "expert_tensor_parallel_size": None,
     "tp_comm_overlap": False,
     "use_distributed_optimizer": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
     # Nothing is read or written.
     "tensorboard_dir": None,
     "save": None,
@@ -206,6 +209,12 @@ def _print_configuration(args: argparse.Namespace, run: run_config.RunConfig) ->
     )
     print(f"layout: {layout} on {args.world_size} process(es)")
     print(f"training: {steps:,} steps, {steps * args.global_batch_size * args.seq_length:,} tokens")
+    needed = memory.estimate(args)
+    if needed:
+        states, activations = (f"{value / 1e9:.1f} GB" for value in needed)
+        print(
+            f"memory per GPU, by Megatron's estimate: {states} of weights and optimizer, {activations} of activations"
+        )
     print(f"weight decay: {args.weight_decay}, on weight matrices and embeddings")
     print(f"masks: {_masks(args)}")
 
