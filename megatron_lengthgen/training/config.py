@@ -125,13 +125,18 @@ def resolve(values: dict[str, Any], section: dict[str, Any]) -> RunConfig:
     # weights at its own default of 0.1.
     values["hidden_dropout"] = 0.0
     values.setdefault("attention_dropout", 0.0)
-    # A mask is derived from causality and the window inside attention.
+    # Without documents to keep apart, attention derives a mask from causality and the window.
     if not values.get("reset_attention_mask"):
         values.setdefault("no_create_attention_mask_in_dataloader", True)
-    elif core_attention == "sdpa":
+    elif int(values.get("pipeline_model_parallel_size") or 1) > 2:
         raise UserError(
-            "reset_attention_mask keeps documents apart through a dense mask, which lengthgen.core_attention: sdpa "
-            "does not read: set reset_attention_mask: false, or lengthgen.core_attention: megatron"
+            "reset_attention_mask keeps documents apart through a mask, which Megatron gives to the first and the last "
+            "pipeline stage alone: set pipeline_model_parallel_size to 2 at most, or reset_attention_mask: false"
+        )
+    if values.get("dataloader_inter_document_masking"):
+        raise UserError(
+            "dataloader_inter_document_masking packs documents in a way that this trainer does not read: use "
+            "reset_attention_mask: true, which keeps them apart too"
         )
     # Without an interval Megatron divides by None once the model is built.
     values.setdefault("eval_interval", 1000)

@@ -88,7 +88,12 @@ def test_p_acts_in_the_spec_alone(write, section: dict[str, Any], hidden_dropout
         ({**MODEL, "lengthgen": {"core_attention": "flash"}}, [], r"flash.*sdpa"),
         ({**MODEL, "lengthgen": "vpad"}, [], r"must be a mapping"),
         ({"a": MODEL, "b": {"num_layers": 2}}, [], r"num_layers.*twice"),
-        ({**MODEL, "reset_attention_mask": True}, [], r"reset_attention_mask"),
+        (
+            {**MODEL, "reset_attention_mask": True, "pipeline_model_parallel_size": 3},
+            [],
+            r"reset_attention_mask keeps .* the last pipeline stage alone",
+        ),
+        ({**MODEL, "dataloader_inter_document_masking": True}, [], r"use reset_attention_mask: true"),
         (
             {**MODEL, "window_size": "15,0", "lengthgen": {"attention": {"window": 16, "pattern": "W"}}},
             [],
