@@ -43,8 +43,8 @@ def export_model(
     that pad the vocabulary are cut off; zero-centred gains of norms become plain ones, which may round them. Tokenizer,
     generation settings and special tokens come from where :func:`.load.tokenizer_dir` finds them.
 
-    One process does it, without a model or process groups; memory holds one shard, and one parameter's tensors. The
-    directory appears under ``destination`` only when it is complete.
+    One process does it, without a model or process groups; memory holds one shard and up to four times one parameter,
+    which torch's reader copies on the way. The directory appears under ``destination`` only when it is complete.
 
     Args:
         checkpoint: as for :func:`.load.find_checkpoint`; of any layout, with or without optimizer state.
@@ -184,8 +184,7 @@ def _write_shards(
             if files[name] != file:
                 _write_shard(shard, directory / file)
                 shard, file = {}, files[name]
-            # A copy of its own: a shard keeps no more alive than it writes.
-            shard[name] = _cast(part, dtype, name).clone(memory_format=torch.contiguous_format)
+            shard[name] = _alone(_cast(part, dtype, name))
         progress(done, len(entries))
     _write_shard(shard, directory / file)
 
@@ -195,6 +194,11 @@ def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
         raise UserError(f"{name} has values beyond fp16's range, up to {tensor.abs().max():g}: export it as bf16")
     return converted
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """``tensor`` with a storage of its own size: a shard keeps no more alive than it writes."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _write_shard(shard: dict[str, Tensor], file: Path) -> None:
