@@ -40,6 +40,21 @@ class SequenceCache:
             self._layers[layer_number] = _Layer(key, value, self.capacity, window)
         return self._layers[layer_number].append(key, value)
 
+    def fork(self, capacity: int) -> "SequenceCache":
+        """A cache of its own with the same positions, to go on from here in another way.
+
+        It copies what later queries can see: all keys of full layers, the window of windowed ones.
+
+        Args:
+            capacity: most tokens that the new sequence will hold, those already there included.
+
+        Raises:
+            ValueError: it holds less than there are.
+        """
+        other = SequenceCache(capacity)
+        other._layers = {number: layer.fork(capacity) for number, layer in self._layers.items()}
+        return other
+
     @property
     def nbytes(self) -> int:
         """Memory of the buffers in bytes."""
@@ -54,6 +69,16 @@ class _Layer:
         self.values = value.new_empty(1, value.size(1), size, value.size(3))
         self.seen = 0  # positions appended so far
         self.end = 0  # positions in the buffer
+
+    def fork(self, capacity: int) -> "_Layer":
+        if self.seen > capacity:
+            raise ValueError(f"a sequence of {self.seen} tokens does not fit its cache of {capacity}")
+        other = _Layer(self.keys, self.values, capacity, self.window)
+        kept = self.end if self.window is None else min(self.end, self.window)
+        other.keys[:, :, :kept] = self.keys[:, :, self.end - kept : self.end]
+        other.values[:, :, :kept] = self.values[:, :, self.end - kept : self.end]
+        other.seen, other.end = self.seen, kept
+        return other
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         new, size = key.size(2), self.keys.size(2)

@@ -191,24 +191,25 @@ def load_model(
     checkpoint: str | os.PathLike[str],
     *,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     dtype: str = "bf16",
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[Any, argparse.Namespace]:
     """Build the model that a checkpoint holds, for this process layout, and load its weights.
 
-    Works from any layout the checkpoint was saved on, with or without optimizer state. Pipeline size is 1; with
-    ``tensor_parallel`` above 1 every rank of a torchrun launch calls it. Megatron's global arguments, process groups
-    and random states of this process are set up by it.
+    Works from any layout the checkpoint was saved on, with or without optimizer state. Every rank of a torchrun launch
+    calls it. Megatron's global arguments, process groups and random states of this process are set up by it.
 
     Args:
         checkpoint: as for :func:`find_checkpoint`.
-        tensor_parallel: ranks that one model is split over.
+        tensor_parallel: ranks that each layer is split over.
+        pipeline_parallel: stages that the layers are dealt to in equal numbers.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``, whatever the checkpoint stores.
         overrides: Megatron arguments that win over the stored ones; the key ``lengthgen`` replaces that section.
 
     Returns:
-        This rank's ``GPTModel`` or ``HybridModel`` in evaluation mode, without a wrapper, and the arguments it was
-        built from.
+        This rank's ``GPTModel`` or ``HybridModel`` (its stage) in evaluation mode, without a wrapper, and the
+        arguments it was built from.
 
     Raises:
         UserError: before the model is built where the checkpoint is incomplete or the layout does not fit; after it
@@ -218,10 +219,11 @@ def load_model(
         raise UserError(f"unknown dtype {dtype!r}; choose from {', '.join(_DTYPES)}")
     path = find_checkpoint(checkpoint)
     stored, content = _stored(path)
-    _check_layout(stored, tensor_parallel)
+    _check_layout(stored, tensor_parallel, pipeline_parallel)
     overrides = dict(overrides or {})
     lengthgen = overrides.pop("lengthgen", stored.lengthgen)
-    args = _arguments(stored, tensor_parallel, _DTYPES[dtype], overrides, lengthgen)
+    layout = {"tensor_model_parallel_size": tensor_parallel, "pipeline_model_parallel_size": pipeline_parallel}
+    args = _arguments(stored, layout, _DTYPES[dtype], overrides, lengthgen)
 
     from megatron.core.utils import unwrap_model
 
@@ -233,9 +235,10 @@ def load_model(
     return model.eval(), args
 
 
-def _check_layout(stored: argparse.Namespace, tensor_parallel: int) -> None:
-    if tensor_parallel < 1:
-        raise UserError(f"tensor parallel size must be at least 1, got {tensor_parallel}")
+def _check_layout(stored: argparse.Namespace, tensor_parallel: int, pipeline_parallel: int) -> None:
+    for name, value in (("tensor", tensor_parallel), ("pipeline", pipeline_parallel)):
+        if value < 1:
+            raise UserError(f"{name} parallel size must be at least 1, got {value}")
     # In evaluation our own specs compute what the stock one does; another's cannot be known.
     spec = getattr(stored, "spec", None)
     if spec and not str(spec[0]).startswith("megatron_lengthgen."):
@@ -252,17 +255,28 @@ def _check_layout(stored: argparse.Namespace, tensor_parallel: int) -> None:
             if name == "padded_vocab_size":
                 way_out += " or import the model again with --make-vocab-size-divisible-by a multiple of both"
             raise UserError(f"tensor parallel size {tensor_parallel} does not divide {name}={value}: {way_out}")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world % tensor_parallel:
+    if pipeline_parallel > 1 and getattr(stored, "hybrid_layer_pattern", None):
         raise UserError(
-            f"tensor parallel size {tensor_parallel} does not fit {world} process(es): "
-            f"start with torchrun --nproc-per-node {tensor_parallel}"
+            f"the hybrid model of pattern {stored.hybrid_layer_pattern!r} is loaded without pipeline parallelism, got "
+            f"pipeline parallel size {pipeline_parallel}: choose 1"
         )
+    if stored.num_layers % pipeline_parallel:
+        raise UserError(
+            f"pipeline parallel size {pipeline_parallel} does not divide num_layers={stored.num_layers}: choose one "
+            "that divides it"
+        )
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    size = tensor_parallel * pipeline_parallel
+    if world % size:
+        sizes = f"tensor parallel size {tensor_parallel}"
+        if pipeline_parallel > 1:
+            sizes += f" with pipeline parallel size {pipeline_parallel}"
+        raise UserError(f"{sizes} does not fit {world} process(es): start with torchrun --nproc-per-node {size}")
 
 
 def _arguments(
     stored: argparse.Namespace,
-    tensor_parallel: int,
+    layout: Mapping[str, int],
     dtype: Mapping[str, bool],
     overrides: Mapping[str, Any],
     lengthgen: Mapping[str, Any],
@@ -282,7 +296,7 @@ def _arguments(
             "position_embedding_type": stored.position_embedding_type,
             "micro_batch_size": 1,
             **LOCAL,
-            "tensor_model_parallel_size": tensor_parallel,
+            **layout,
             # Without borders between stages: there is one.
             "hybrid_layer_pattern": (getattr(stored, "hybrid_layer_pattern", None) or "").replace("|", "") or None,
             "tokenizer_type": "NullTokenizer",

@@ -14,6 +14,7 @@ from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.evaluation.generation.base import Request
 from megatron_lengthgen.evaluation.generation.cached_forward import vocab_parallel_argmax
 from megatron_lengthgen.evaluation.generation.megatron import MegatronGenerator
+from megatron_lengthgen.evaluation.generation.prefixes import Family, families
 from megatron_lengthgen.models.llama import key_map
 
 VOCAB = 96
@@ -110,6 +111,56 @@ def test_stop_tokens_end_an_answer_and_are_not_part_of_it(model: GPTModel) -> No
 def test_answers_come_as_they_finish(model: GPTModel) -> None:
     requests = [Request(prompt(10, 1), 8, frozenset()), Request(prompt(10, 2), 2, frozenset())]
     assert [position for position, _ in MegatronGenerator(model, max_length=64).generate(requests)] == [1, 0]
+
+
+def start_alike(sizes: Sequence[int], shared: Sequence[int]) -> list[Request]:
+    """Prompts of ``sizes`` that follow one text for ``shared`` tokens and then go ways of their own."""
+    text = prompt(128, 99)
+    return [
+        Request(text[:start] + prompt(size - start, 100 + i), 6, frozenset())
+        for i, (size, start) in enumerate(zip(sizes, shared, strict=True))
+    ]
+
+
+def test_a_shared_start_is_read_once(model: GPTModel) -> None:
+    """The windows are shorter than what is shared, so that windowed layers go on from a window of the path."""
+    requests = start_alike(sizes=[60, 70, 45, 64, 33, 9], shared=[40, 21, 33, 64, 8, 0])
+    arguments = dict(max_length=96, prefill_chunk=8)
+    alone = MegatronGenerator(model, **arguments, share_prefixes=False)
+    answers = dict(alone.generate(requests))
+    assert answers == {i: expected(model, request) for i, request in enumerate(requests)}
+    assert (alone.prompt_tokens, alone.shared_tokens) == (281, 0)
+    # Whole chunks of 8: 40, 16, 32, 40 (nobody follows the fourth further), 8, 0; the path's 40 are read once.
+    for room, shared in ((4 * 96, 136 - 40), (96, 72 - 16)):
+        # With room for the longest request (76 tokens) and no more than 20 of a path, that is cut to 16.
+        engine = MegatronGenerator(model, **arguments, max_batch_tokens=room)
+        assert dict(engine.generate(requests)) == answers
+        assert (engine.prompt_tokens, engine.shared_tokens) == (281, shared)
+
+
+def test_sharing_changes_no_bit(model: GPTModel) -> None:
+    """Chunks of a prompt are the same with and without a shared start, and so are all keys and values behind it."""
+    requests = start_alike(sizes=[50, 61], shared=[27, 30])
+    caches = []
+    for share in (False, True):
+        engine = MegatronGenerator(model, max_length=96, prefill_chunk=8, share_prefixes=share)
+        seen, prefill = [], engine._run.prefill
+
+        def remember(ids, cache, start=0, seen=seen, prefill=prefill):
+            token = prefill(ids, cache, start)
+            seen.append({n: (layer.keys, layer.values, layer.end) for n, layer in cache._layers.items()})
+            return token
+
+        engine._run.prefill = remember
+        list(engine.generate(requests))
+        assert (engine.shared_tokens > 0) is share
+        caches.append(seen)
+    for alone, shared in zip(*caches, strict=True):
+        for number, (keys, values, end) in alone.items():
+            other_keys, other_values, other_end = shared[number]
+            both = min(end, other_end)
+            assert torch.equal(keys[:, :, end - both : end], other_keys[:, :, other_end - both : other_end])
+            assert torch.equal(values[:, :, end - both : end], other_values[:, :, other_end - both : other_end])
 
 
 def test_one_new_token_and_no_requests(model: GPTModel) -> None:
@@ -214,6 +265,19 @@ def test_equals_transformers_generate(megatron_single: Callable[[int], None]) ->
         assert new == out[0, ids.size(1) :].tolist()
 
 
+def test_families_follow_the_path_that_most_take() -> None:
+    a, b, c = (1, 1), (2, 2), (3, 3)
+    prompts = [a + b + (9,), a + c + (9,), a + b + c, c + a + b, a + b, a + b + c + (9,), c + a, (7,), a + b + c + (8,)]
+    one, two, rest = families(prompts, block=2, limit=10)
+    assert one.path == a + b + c
+    # (a + b) leaves after a, because its last token must be read; the sixth and the ninth share all of c.
+    assert one.members == ((2, 1), (2, 4), (4, 0), (4, 2), (6, 5), (6, 8))
+    assert (two, rest) == (Family(c, ((2, 3), (2, 6))), Family((), ((0, 7),)))
+    assert families(prompts, block=2, limit=5)[0].path == a + b
+    assert families(prompts, block=2, limit=0) == [Family((), tuple((0, i) for i in range(9)))]
+    assert families([], block=2, limit=8) == []
+
+
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
@@ -261,6 +325,6 @@ def test_refuses_models_it_cannot_run(megatron_single: Callable[[int], None], mo
     )
     with pytest.raises(UserError, match="layer 1 attends through DotProductAttention"):
         MegatronGenerator(stock, max_length=32)
-    monkeypatch.setattr("megatron.core.parallel_state.get_pipeline_model_parallel_world_size", lambda: 2)
-    with pytest.raises(UserError, match="pipeline_model_parallel_size=2"):
+    monkeypatch.setattr(model.config, "virtual_pipeline_model_parallel_size", 2)
+    with pytest.raises(UserError, match="virtual_pipeline_model_parallel_size=2"):
         MegatronGenerator(model, max_length=32)

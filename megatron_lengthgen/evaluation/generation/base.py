@@ -26,8 +26,8 @@ class Generator(Protocol):
     """An engine that continues prompts greedily.
 
     An engine that runs on several processes also offers ``data_parallel_rank`` and ``data_parallel_size`` (which share
-    of the requests this process is to be given) and ``is_first_tensor_rank`` (whether it is the one of its group that
-    records the answers). Processes of one tensor-parallel group are given the same requests.
+    of the requests this process is to be given) and ``is_first_model_rank`` (whether it is the one of its model's that
+    records the answers). Processes that hold parts of one model are given the same requests.
     """
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[int]]]:

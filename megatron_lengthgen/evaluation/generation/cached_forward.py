@@ -7,12 +7,11 @@ and PyTorch offer: a hook before the decoder hands it the rotary angles of the n
 ``output_processor`` takes the last hidden state, so that no logits but the last token's are computed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -21,6 +20,8 @@ from megatron_lengthgen.attention.cache import SequenceCache
 from megatron_lengthgen.attention.core import SDPACoreAttention
 from megatron_lengthgen.errors import UserError
 
+from .stages import Stages
+
 __all__ = ["CachedForward", "vocab_parallel_argmax"]
 
 
@@ -28,8 +29,9 @@ class CachedForward:
     """Greedy next tokens from a model and caches.
 
     Args:
-        model: this rank's whole model (pipeline size 1), wrapped in ``Float16Module`` or not. Its layers attend through
-            :class:`~megatron_lengthgen.attention.core.SDPACoreAttention`.
+        model: this rank's model, one stage of a pipeline or all of it, wrapped in ``Float16Module`` or not. Its layers
+            attend through :class:`~megatron_lengthgen.attention.core.SDPACoreAttention`. All ranks of a model make the
+            same calls, each with caches of its own, and get the same tokens.
         max_length: most tokens that a sequence may have, prompt and answer together.
         prefill_chunk: most tokens of a prompt that go through the model at once.
         vocab_size: ids from here on are padding of the embedding and never chosen; None where there is no padding.
@@ -45,20 +47,22 @@ class CachedForward:
         self.vocab_size = self.model.vocab_size if vocab_size is None else vocab_size
         self._attentions = [module for module in self.model.modules() if isinstance(module, SDPACoreAttention)]
         self._tp_group = self.model.pg_collection.tp
+        self._stages = Stages(self.model)
         self._device = next(self.model.parameters()).device
         self._rotary = _rotary_table(self.model, max_length)
 
-    @torch.no_grad()
-    def prefill(self, prompt_ids: Sequence[int], cache: SequenceCache) -> int:
-        """Read a prompt into an empty cache, chunk by chunk; return the token that follows it."""
-        tokens = torch.tensor([list(prompt_ids)], device=self._device)
-        positions = torch.arange(tokens.size(1), device=self._device)[None]
-        chunks = list(zip(tokens.split(self.prefill_chunk, 1), positions.split(self.prefill_chunk, 1), strict=True))
-        for chunk in chunks[:-1]:
-            self._forward(*chunk, [cache], last=False)
-        return int(self._forward(*chunks[-1], [cache], last=True))
+    def extend(self, ids: Sequence[int], cache: SequenceCache, start: int = 0) -> None:
+        """Read tokens into a cache that holds ``start`` positions, chunk by chunk."""
+        for tokens, positions in self._chunks(ids, start):
+            self._forward(tokens, positions, [cache])
 
-    @torch.no_grad()
+    def prefill(self, ids: Sequence[int], cache: SequenceCache, start: int = 0) -> int:
+        """As :meth:`extend`, for what is left of a prompt; return the token that follows it."""
+        *chunks, (tokens, positions) = self._chunks(ids, start)
+        for chunk in chunks:
+            self._forward(*chunk, [cache])
+        return int(self._next_tokens(tokens, positions, [cache]))
+
     def decode(self, tokens: Sequence[int], positions: Sequence[int], caches: Sequence[SequenceCache]) -> list[int]:
         """Append one token to each of several sequences; return the tokens that follow.
 
@@ -68,19 +72,40 @@ class CachedForward:
             caches: [b]
         """
         token_column, position_column = torch.tensor([list(tokens), list(positions)], device=self._device).unsqueeze(2)
-        return self._forward(token_column, position_column, caches, last=True).tolist()
+        return self._next_tokens(token_column, position_column, caches).tolist()
 
-    def _forward(self, tokens: Tensor, positions: Tensor, caches: Sequence[SequenceCache], *, last: bool) -> Tensor:
-        """tokens, positions [b, s] -> next tokens [b]; without ``last``, nothing of use."""
+    def _chunks(self, ids: Sequence[int], start: int) -> list[tuple[Tensor, Tensor]]:
+        """Tokens and positions, each [1, chunk]."""
+        tokens = torch.tensor([list(ids)], device=self._device)
+        positions = torch.arange(start, start + tokens.size(1), device=self._device)[None]
+        return list(zip(tokens.split(self.prefill_chunk, 1), positions.split(self.prefill_chunk, 1), strict=True))
 
-        def next_tokens(*, hidden_states, output_layer, output_weight, scale_logits, **_) -> Tensor:
-            if not last:
-                return hidden_states[-1, :, 0]
+    def _next_tokens(self, tokens: Tensor, positions: Tensor, caches: Sequence[SequenceCache]) -> Tensor:
+        """tokens, positions [b, s] -> the tokens that follow [b], on all ranks."""
+
+        def greedy(*, hidden_states, output_layer, output_weight, scale_logits, **_) -> Tensor:
             logits, _ = output_layer(hidden_states[-1:], weight=output_weight, runtime_gather_output=False)
             return vocab_parallel_argmax(scale_logits(logits)[0], self.vocab_size, self._tp_group)
 
+        output = self._forward(tokens, positions, caches, greedy)
+        return self._stages.share(output if self._stages.is_last else torch.empty_like(tokens[:, 0]))
+
+    @torch.no_grad()
+    def _forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        caches: Sequence[SequenceCache],
+        output_processor: Callable[..., Tensor] = lambda *, hidden_states, **_: hidden_states,
+    ) -> Tensor:
+        """tokens, positions [b, s] -> what ``output_processor`` makes of the last stage's hidden states [s, b, h]."""
+        if not self._stages.is_first:
+            self.model.set_input_tensor(self._stages.receive(tokens.size(1), tokens.size(0), self._device))
         with self._attached(positions, caches):
-            return self.model(tokens, positions, None, output_processor=next_tokens)
+            output = self.model(tokens, positions, None, output_processor=output_processor)
+        if not self._stages.is_last:
+            self._stages.send(output)
+        return output
 
     @contextmanager
     def _attached(self, positions: Tensor, caches: Sequence[SequenceCache]) -> Iterator[None]:
@@ -98,6 +123,7 @@ class CachedForward:
             yield
         finally:
             hook.remove()
+            self.model.set_input_tensor(None)
             for attention in self._attentions:
                 attention.caches = None
 
@@ -142,12 +168,6 @@ def _rotary_table(model: Any, max_length: int) -> Tensor | None:
 
 
 def _refuse_unsupported(model: Any, max_length: int) -> None:
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if stages > 1:
-        raise UserError(
-            f"generation runs without pipeline parallelism, got pipeline_model_parallel_size={stages}: load the "
-            "checkpoint with 1, any checkpoint can be"
-        )
     if not isinstance(model, GPTModel):
         raise UserError(f"generation runs GPTModel, got {type(model).__name__}")
     config = model.config
@@ -155,6 +175,11 @@ def _refuse_unsupported(model: Any, max_length: int) -> None:
         raise UserError("sequence_parallel cannot split one new token: load the checkpoint without it")
     if config.apply_rope_fusion:
         raise UserError("apply_rope_fusion cannot rope rows at different positions: load with --no-rope-fusion")
+    if config.virtual_pipeline_model_parallel_size is not None:
+        raise UserError(
+            f"generation runs one part of the model per stage, got virtual_pipeline_model_parallel_size="
+            f"{config.virtual_pipeline_model_parallel_size}: load the checkpoint without it"
+        )
     if config.mtp_num_layers:
         raise UserError(f"generation does not run multi-token prediction (mtp_num_layers={config.mtp_num_layers})")
     if model.position_embedding_type not in ("rope", "yarn", "learned_absolute", "none"):

@@ -19,7 +19,7 @@ class HuggingFaceGenerator:
         rank, size: this process's share when several are started; each holds the whole model.
     """
 
-    is_first_tensor_rank = True
+    is_first_model_rank = True
 
     def __init__(self, model: Any, rank: int = 0, size: int = 1) -> None:
         self.model = model

@@ -8,23 +8,29 @@ from typing import TYPE_CHECKING, Any
 from megatron_lengthgen.errors import UserError
 
 from .base import Request
+from .prefixes import families
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["MegatronGenerator"]
 
-_PREFILL_CHUNK = 2048
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 512, 2048
 _DEFAULT_SEQUENCES = 4
 
 
 class MegatronGenerator:
-    """Runs a GPT model at any tensor parallel size, pipeline size 1.
+    """Runs a GPT model at any tensor and pipeline parallel size.
 
     A prompt is read alone, in chunks that bound the memory of activations. Then all sequences that fit decode together,
     each with a cache of its own length: none is padded, one that ends makes room for the next at once. All ranks of a
-    tensor parallel group are given the same requests and take the same decisions, because these depend on the requests
-    and on tokens that all of them agree on.
+    model are given the same requests and take the same decisions, because these depend on the requests and on tokens
+    that all of them agree on. The stages of a pipeline read the chunks of a prompt at the same time, one behind the
+    other; in decoding they take turns.
+
+    Prompts that start alike share that start (:mod:`.prefixes`): it is read once, into a cache that counts towards
+    ``max_batch_tokens`` while prompts wait for it, and copied. Starts are whole chunks, so the model is given the
+    same tensors as without sharing, and answers the same to the bit.
 
     Args:
         model: this rank's model; see :class:`~.cached_forward.CachedForward` for what it must be.
@@ -32,7 +38,9 @@ class MegatronGenerator:
         max_batch_tokens: tokens for which caches are held at the same time, over all sequences that decode together;
             None for four times ``max_length``. A token takes ``2 * layers * num_query_groups * kv_channels`` values,
             spread over the tensor parallel group; fewer where layers have windows.
-        prefill_chunk: most tokens of a prompt that go through the model at once; None for 2048.
+        prefill_chunk: most tokens of a prompt that go through the model at once; None for an eighth of ``max_length``
+            (up to the next power of two), at least 512 and at most 2048. Smaller chunks share more.
+        share_prefixes: read what prompts have in common once.
         vocab_size: ids from here on are padding of the embedding and never chosen; None where there is no padding.
 
     Raises:
@@ -46,6 +54,7 @@ class MegatronGenerator:
         max_length: int,
         max_batch_tokens: int | None = None,
         prefill_chunk: int | None = None,
+        share_prefixes: bool = True,
         vocab_size: int | None = None,
     ):
         _check_sizes(max_length, max_batch_tokens, prefill_chunk)
@@ -56,9 +65,12 @@ class MegatronGenerator:
         self._run = CachedForward(
             model,
             max_length=max_length,
-            prefill_chunk=_PREFILL_CHUNK if prefill_chunk is None else prefill_chunk,
+            prefill_chunk=_default_chunk(max_length) if prefill_chunk is None else prefill_chunk,
             vocab_size=vocab_size,
         )
+        self._share_prefixes = share_prefixes
+        #: Tokens of all prompts started so far, and how many of them were not read because another prompt's were.
+        self.prompt_tokens = self.shared_tokens = 0
 
     @classmethod
     def from_checkpoint(
@@ -66,6 +78,7 @@ class MegatronGenerator:
         checkpoint: str,
         *,
         tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
         dtype: str = "bf16",
         max_length: int,
         max_batch_tokens: int | None = None,
@@ -75,7 +88,9 @@ class MegatronGenerator:
 
         Args:
             checkpoint: an iteration's directory, or its parent.
-            tensor_parallel: ranks that one model is split over; the others hold copies and share the requests.
+            tensor_parallel: ranks that each layer is split over.
+            pipeline_parallel: stages that the layers are dealt to. What tensor and pipeline size leave of the ranks
+                holds copies, and they share the requests.
             dtype: ``bf16``, ``fp16`` or ``fp32``.
             max_length: see the class.
             max_batch_tokens: see the class.
@@ -88,7 +103,11 @@ class MegatronGenerator:
         from megatron_lengthgen.checkpoint.load import load_model
 
         model, args = load_model(
-            checkpoint, tensor_parallel=tensor_parallel, dtype=dtype, overrides={"no_rope_fusion": True}
+            checkpoint,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            dtype=dtype,
+            overrides={"no_rope_fusion": True},
         )
         return cls(
             model,
@@ -113,11 +132,11 @@ class MegatronGenerator:
         return parallel_state.get_data_parallel_world_size()
 
     @property
-    def is_first_tensor_rank(self) -> bool:
-        """Whether this process is the one of its tensor parallel group that records the answers."""
+    def is_first_model_rank(self) -> bool:
+        """Whether this process is the one of its model's that records the answers."""
         from megatron.core import parallel_state
 
-        return parallel_state.get_tensor_model_parallel_rank() == 0
+        return parallel_state.get_model_parallel_group().rank() == 0
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[int]]]:
         """Continue prompts greedily; see :class:`~.base.Generator`.
@@ -151,18 +170,15 @@ class MegatronGenerator:
             )
 
     def _generate(self, requests: list[Request]) -> Iterator[tuple[int, list[int]]]:
-        from megatron_lengthgen.attention.cache import SequenceCache
-
         in_training = [module for module in self._run.model.modules() if module.training]
         self._run.model.eval()
         try:
-            waiting = deque(_Sequence(position, request) for position, request in enumerate(requests))
+            waiting = deque(self._sequences(requests))
             running: list[_Sequence] = []
             while waiting or running:
-                while waiting and sum(s.capacity for s in running) + waiting[0].capacity <= self.max_batch_tokens:
+                while waiting and sum(s.capacity for s in running) + waiting[0].room <= self.max_batch_tokens:
                     sequence = waiting.popleft()
-                    sequence.cache = SequenceCache(sequence.capacity)
-                    if sequence.take(self._run.prefill(sequence.request.prompt_ids, sequence.cache)):
+                    if sequence.take(self._start(sequence)):
                         yield sequence.position, sequence.new
                     else:
                         running.append(sequence)
@@ -180,6 +196,46 @@ class MegatronGenerator:
             for module in in_training:
                 module.training = True
 
+    def _sequences(self, requests: list[Request]) -> Iterator["_Sequence"]:
+        """In the order in which they start: whoever shares a start stands together."""
+        prompts = [request.prompt_ids for request in requests]
+        # With its path, the longest request must fit.
+        limit = self.max_batch_tokens - max((_capacity(request) for request in requests), default=0)
+        for family in families(prompts, self._run.prefill_chunk, limit if self._share_prefixes else 0):
+            path = _Path(family.path, family.members[-1][1])
+            for shared, position in family.members:
+                yield _Sequence(position, requests[position], path, shared)
+
+    def _start(self, sequence: "_Sequence") -> int:
+        """Read the prompt, from the end of the start that it shares; return the first new token."""
+        from megatron_lengthgen.attention.cache import SequenceCache
+
+        prompt, path, shared = sequence.request.prompt_ids, sequence.path, sequence.shared
+        self.prompt_tokens += len(prompt)
+        if shared == 0:
+            sequence.cache = SequenceCache(sequence.capacity)
+            return self._run.prefill(prompt, sequence.cache)
+        if path.cache is None:
+            path.cache = SequenceCache(len(path.ids))
+        self.shared_tokens += path.read
+        if shared > path.read:
+            self._run.extend(path.ids[path.read : shared], path.cache, path.read)
+            path.read = shared
+        sequence.cache = path.cache.fork(sequence.capacity)
+        if sequence.position == path.last:
+            path.cache = None
+        return self._run.prefill(prompt[shared:], sequence.cache, shared)
+
+
+@dataclass
+class _Path:
+    """What a family of prompts shares."""
+
+    ids: tuple[int, ...]
+    last: int  # position of the request that needs it last
+    cache: Any = None
+    read: int = 0
+
 
 @dataclass
 class _Sequence:
@@ -187,13 +243,20 @@ class _Sequence:
 
     position: int
     request: Request
+    path: _Path
+    shared: int
     new: list[int] = field(default_factory=list)
     cache: Any = None
     done: bool = False
 
     @property
     def capacity(self) -> int:
-        return len(self.request.prompt_ids) + self.request.max_new_tokens
+        return _capacity(self.request)
+
+    @property
+    def room(self) -> int:
+        """Tokens of cache that it takes to start: its own, and the path's."""
+        return self.capacity + len(self.path.ids)
 
     @property
     def length(self) -> int:
@@ -208,6 +271,14 @@ class _Sequence:
         if self.done:
             self.cache = None
         return self.done
+
+
+def _capacity(request: Request) -> int:
+    return len(request.prompt_ids) + request.max_new_tokens
+
+
+def _default_chunk(max_length: int) -> int:
+    return min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, (1 << (max_length - 1).bit_length()) // 8))
 
 
 def _check_sizes(max_length: int, max_batch_tokens: int | None, prefill_chunk: int | None) -> None:
