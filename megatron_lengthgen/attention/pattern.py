@@ -63,6 +63,26 @@ class AttentionPattern:
         windowed = _windowed(mapping.get("pattern", default), num_layers)
         return cls(window=window, windowed=windowed, rope=_rope(mapping.get("rope", "all"), windowed))
 
+    def __str__(self) -> str:
+        layers, windowed, nope = len(self.rope), sum(self.windowed), self.rope.count(False)
+        attention = (
+            f"windows of {self.window} tokens in {windowed} of {layers} layers" if windowed else "full attention"
+        )
+        return f"{attention}, no RoPE in {nope} of {layers}" if nope else f"{attention}, RoPE in every layer"
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The shortest section that :meth:`from_mapping` reads as this pattern."""
+        letters = "".join("W" if windowed else "F" for windowed in self.windowed)
+        lengths = range(1, len(letters) + 1)
+        period = next(n for n in lengths if letters == (letters[:n] * len(letters))[: len(letters)])
+        rope: Any = [int(rope) for rope in self.rope]
+        if all(self.rope):
+            rope = "all"
+        elif self.rope == self.windowed:
+            rope = "windowed"
+        window = {} if self.window is None else {"window": self.window}
+        return {**window, "pattern": letters[:period], "rope": rope}
+
     def to_megatron(self) -> dict[str, Any]:
         """The fields of ``TransformerConfig`` (and arguments of the same names) that mean this pattern.
 

@@ -20,6 +20,7 @@ from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models import build
 from megatron_lengthgen.training import config as run_config
 from megatron_lengthgen.training import memory
+from megatron_lengthgen.training.pretrained import check_pretrained
 from megatron_lengthgen.training.progress import TrainingProgress
 from megatron_lengthgen.training.resume import check_resume
 
@@ -82,6 +83,9 @@ def train(run: run_config.RunConfig, *, datasets: Callable[..., Any] | None = No
             )
         return
     model = build.model_config(args)
+    remark = None if finished else check_pretrained(args)
+    if args.rank == 0 and remark:
+        print(remark, flush=True)
     if args.save:
         prepare_saving()
     if args.rank == 0 and args.save:
@@ -135,9 +139,11 @@ def dry_run(run: run_config.RunConfig) -> None:
     with _world_size(max(ranks, int(os.environ.get("WORLD_SIZE", "1")))):
         # TensorBoard's writer would start a log.
         args = run_config.parse(dataclasses.replace(run, megatron={**run.megatron, "tensorboard_dir": None}))
-    check_resume(args)
+    remark = None if check_resume(args) else check_pretrained(args)
     build.model_config(args)
     _print_configuration(args, run)
+    if remark:
+        print(remark)
     with _world_size(1):
         alone = run_config.parse(dataclasses.replace(run, megatron=_on_one_process(run.megatron, args)))
         build.initialize(alone)

@@ -12,6 +12,9 @@ TP2 = "tensor_model_parallel_size=2"
 PP2 = "pipeline_model_parallel_size=2"
 SP = "sequence_parallel=true"
 DISTRIBUTED = "use_distributed_optimizer=true"
+# Long enough for the ends of some documents.
+LONG = "seq_length=512,max_position_embeddings=512"
+APART = "reset_attention_mask=true"
 FULL_RECOMPUTE = "recompute_granularity=full,recompute_method=uniform,recompute_num_layers=1"
 
 
@@ -32,6 +35,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"bf16:{start},bf16=true",
         f"resumed:{start},exit_interval=5,save_interval=5",
         f"resumed:{start},save_interval=5",
+        f"joined:{start},{LONG}",
+        f"documents:{start},{LONG},{APART}",
         f"vpad:{start},lengthgen.placement=vpad,lengthgen.p=0.2",
         f"vpad_recompute:{start},lengthgen.placement=vpad,lengthgen.p=0.2,{FULL_RECOMPUTE}",
     )
@@ -50,6 +55,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"dp2_distributed_optimizer:{start},{DISTRIBUTED}",
         f"bf16_tp2_sp:{start},bf16=true,{TP2},{SP}",
         f"bf16_dp2_distributed_optimizer:{start},bf16=true,{DISTRIBUTED}",
+        f"documents_tp2_sp:{start},{LONG},{APART},{TP2},{SP}",
+        f"documents_pp2:{start},{LONG},{APART},{PP2}",
         f"resumed_distributed_optimizer:{start},exit_interval=5,save_interval=5,{DISTRIBUTED}",
         f"resumed_distributed_optimizer:{start},save_interval=5,{DISTRIBUTED}",
         f"moved:{start},{PP2},exit_interval=5,save_interval=5,{resharded}",
@@ -90,6 +97,13 @@ def test_layouts_train_alike(runs: Path, layout: str) -> None:
     difference = relative(losses(runs / layout), losses(runs / "tp1"))
     assert difference[0] < 1e-5
     assert max(difference) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["documents_tp2_sp", "documents_pp2"])
+def test_documents_are_kept_apart_on_every_layout(runs: Path, layout: str) -> None:
+    apart = losses(runs / "documents")
+    assert max(relative(losses(runs / layout), apart)) < 1e-4
+    assert max(relative(losses(runs / "joined"), apart)) > 1e-3
 
 
 @pytest.mark.parametrize("layout", ["bf16", "bf16_tp2_sp", "bf16_dp2_distributed_optimizer"])

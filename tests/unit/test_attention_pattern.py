@@ -91,6 +91,18 @@ def test_mapping_takes_whole_lists():
     assert pattern == AttentionPattern(4, (False, True), (True, False))
 
 
+@given(patterns())
+def test_round_trip_through_a_mapping(pattern):
+    assert AttentionPattern.from_mapping(pattern.to_mapping(), len(pattern.rope)) == pattern
+
+
+def test_a_mapping_is_short_and_a_description_counts():
+    pattern = AttentionPattern.from_mapping({"window": 512, "pattern": "WWWF", "rope": "windowed"}, 10)
+    assert pattern.to_mapping() == {"window": 512, "pattern": "WWWF", "rope": "windowed"}
+    assert str(pattern) == "windows of 512 tokens in 8 of 10 layers, no RoPE in 2 of 10"
+    assert str(AttentionPattern.from_mapping({}, 3)) == "full attention, RoPE in every layer"
+
+
 def test_empty_mapping_is_plain_attention():
     pattern = AttentionPattern.from_mapping({}, 3)
     assert pattern.to_megatron() == {"window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None}
