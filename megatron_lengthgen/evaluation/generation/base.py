@@ -1,10 +1,10 @@
 """The small interface behind which generation engines stand."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Generator", "Request"]
+__all__ = ["Answer", "Generator", "Request"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,26 @@ class Request:
     stop_ids: frozenset[int]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A finished continuation as text.
+
+    Args:
+        text: without the prompt and what ended it.
+        tokens: how many were generated.
+        cut: whether the limit of new tokens ended it.
+    """
+
+    text: str
+    tokens: int
+    cut: bool
+
+    @classmethod
+    def from_ids(cls, ids: Sequence[int], limit: int, decode: Callable[[Sequence[int]], str]) -> "Answer":
+        """From what an engine generated under a limit of ``limit`` tokens."""
+        return cls(decode(ids), len(ids), len(ids) >= limit)
+
+
 class Generator(Protocol):
     """An engine that continues prompts greedily.
 
@@ -30,8 +50,10 @@ class Generator(Protocol):
     records the answers). Processes that hold parts of one model are given the same requests.
     """
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[int]]]:
+    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[int] | Answer]]:
         """Yield ``(position in requests, new token ids)`` as each finishes, in any order.
+
+        An engine that is told text alone, by a server, yields an :class:`Answer` in place of ids.
 
         The ids hold neither the prompt nor the stop token; there are none when the first token is a stop token, and
         ``max_new_tokens`` of them when the limit ended the answer.
