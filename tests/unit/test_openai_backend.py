@@ -217,7 +217,7 @@ def test_after_six_tries_it_gives_up(server: Server, encoder: PromptEncoder, bad
 
 
 def test_a_server_that_is_always_slow(server: Server, encoder: PromptEncoder) -> None:
-    with pytest.raises(UserError, match="in 6 tries .the last: no answer within 0.1 s"):
+    with pytest.raises(UserError, match=r"in 6 tries .the last: no answer within 0\.1 s"):
         ask(server, encoder, say("", wait=2.0), timeout=0.1, pause=0.001)
 
 
