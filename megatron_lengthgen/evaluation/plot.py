@@ -1,4 +1,4 @@
-"""Score against length."""
+"""Score against length, and against the depth of what was asked for."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from megatron_lengthgen.files import atomic_file
 
-__all__ = ["Point", "Run", "score_vs_length"]
+from .lengths import length_name
+
+__all__ = ["Point", "Run", "score_vs_depth", "score_vs_length"]
 
 # Okabe and Ito's palette: told apart by colour-blind readers.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -32,12 +34,12 @@ class Run:
     lines: Mapping[str, Sequence[Point]]
 
 
-def score_vs_length(path: Path, runs: Sequence[Run], train_length: int | None = None, title: str = "RULER") -> None:
+def score_vs_length(path: Path, runs: Sequence[Run], train_length: int | None = None, title: str = "") -> None:
     """Draw one panel for a single run with all its curves, or one panel per curve with all runs, as PNG.
 
     Args:
         runs: one run, or several to compare.
-        train_length: drawn as a vertical line.
+        train_length: drawn as a vertical line; the axis above then counts in multiples of it.
     """
     import matplotlib
 
@@ -66,8 +68,51 @@ def score_vs_length(path: Path, runs: Sequence[Run], train_length: int | None = 
         axis.set_visible(False)
     for axis in axes[:, 0]:
         axis.set_ylabel("score, %")
-    axes.flat[0].legend(fontsize=8, framealpha=0.9)
+    if lengths:
+        axes.flat[0].legend(fontsize=8, framealpha=0.9)
     figure.suptitle(title, fontsize=11)
+    _save(figure, path)
+
+
+def score_vs_depth(path: Path, maps: Mapping[str, Mapping[int, Sequence[float | None]]], title: str = "") -> None:
+    """Draw one heat map per task, lengths from left to right and depths from top to bottom, as PNG.
+
+    Args:
+        maps: by task and length, the scores in per cent of equally wide bands of depth, from the start of the prompt to
+            its end; None, left grey, where no sample asked.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import numpy as np
+    from matplotlib import pyplot
+
+    columns = min(4, len(maps))
+    rows = math.ceil(len(maps) / columns)
+    size = (max(4.5, 3.4 * columns), 3.4 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    colours = matplotlib.colormaps["viridis"].with_extremes(bad="lightgrey")
+    for axis, (task, by_length) in zip(axes.flat, maps.items(), strict=False):
+        lengths = sorted(by_length)
+        # [bands, lengths]
+        grid = np.array([by_length[length] for length in lengths], dtype=float).T
+        image = axis.imshow(np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=100, aspect="auto")
+        axis.set_xticks(range(len(lengths)), [length_name(length) for length in lengths])
+        edges = range(0, len(grid) + 1, 2)
+        axis.set_yticks([edge - 0.5 for edge in edges], [f"{100 * edge // len(grid)} %" for edge in edges])
+        axis.set_title(task, fontsize=10)
+    for axis in axes.flat[len(maps) :]:
+        axis.set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("text before the needle")
+    figure.colorbar(image, ax=axes, label="score, %", shrink=0.9)
+    figure.suptitle(title, fontsize=11)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
     try:
         with atomic_file(path) as temporary:
             figure.savefig(temporary, format="png", dpi=144)
@@ -103,7 +148,7 @@ def _panel(
             elinewidth=1,
         )
     axis.set_xscale("log", base=2)
-    axis.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths])
+    axis.set_xticks(lengths, [length_name(n) for n in lengths])
     axis.minorticks_off()
     if lengths:
         axis.set_xlim(min(lengths) / 1.3, max(lengths) * 1.3)
@@ -114,3 +159,8 @@ def _panel(
         axis.axvline(train_length, color="grey", linestyle="--", linewidth=1.2, label=f"training length {train_length}")
         low, high = axis.get_xlim()
         axis.set_xlim(min(low, train_length / 1.3), max(high, train_length * 1.3))
+        above = axis.secondary_xaxis("top")
+        above.set_xticks(lengths, [f"{n / train_length:.3g}x" for n in lengths])
+        above.minorticks_off()
+        above.tick_params(labelsize=8)
+        above.set_xlabel("multiple of the training length", fontsize=8)

@@ -1,13 +1,21 @@
-"""How far a long evaluation is: a bar on a terminal, plain lines elsewhere."""
+"""How far a long evaluation is: bars on a terminal, plain lines elsewhere."""
 
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Progress", "duration"]
+__all__ = ["Amount", "Progress", "duration"]
 
 _PLAIN_INTERVAL = 15.0
+
+
+class Amount(NamedTuple):
+    """Samples, and tokens of prompts and answers at full length."""
+
+    samples: int
+    tokens: int
 
 
 def duration(seconds: float) -> str:
@@ -17,41 +25,65 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+class _Row:
+    """One task, or all: what was done since the start, and in what time."""
+
+    def __init__(self, wanted: Amount, done: Amount) -> None:
+        self.wanted, self.done, self._first = wanted, done, done
+        self.seconds = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second since the start; 0 where nothing was finished yet."""
+        return (self.done.tokens - self._first.tokens) / self.seconds if self.seconds else 0.0
+
+    def fields(self) -> dict[str, str]:
+        # From tokens and not from samples, since a long sample costs more than a short one.
+        left = (self.wanted.tokens - self.done.tokens) / self.rate if self.rate else None
+        return {
+            "samples": f"{self.done.samples}/{self.wanted.samples}",
+            "rate": f"{self.rate:,.0f} tokens/s" if self.rate else "- tokens/s",
+            "elapsed": duration(self.seconds),
+            "left": "-:--" if left is None else duration(left),
+        }
+
+
 class Progress:
-    """Counts samples, and tells the time left from tokens, since a long sample costs more than a short one.
+    """Shows what is done, how fast, and how long the rest will take, by task and in all.
 
     Args:
-        samples: samples in all.
-        tokens: tokens in all.
-        done_samples, done_tokens: what was finished before this start.
+        wanted: all that there is to do, by task.
+        done: what was finished before this start, by task.
         visible: False on all processes but one.
     """
 
-    def __init__(
-        self, samples: int, tokens: int, done_samples: int = 0, done_tokens: int = 0, visible: bool = True
-    ) -> None:
-        self._samples, self._tokens = samples, tokens
-        self._done_samples, self._first_tokens, self._done_tokens = done_samples, done_tokens, done_tokens
+    def __init__(self, wanted: Mapping[str, Amount], done: Mapping[str, Amount], visible: bool = True) -> None:
+        self._rows = {task: _Row(amount, done[task]) for task, amount in wanted.items()}
+        self._all = _Row(_sum(wanted), _sum(done))
         self._visible = visible
+        self._task: str | None = None
         self._bar: Any = None
-        self._task: Any = None
-        self._started = self._printed = time.monotonic()
+        self._bars: dict[str, Any] = {}
+        self._started = self._updated = self._printed = time.monotonic()
 
     def __enter__(self) -> "Progress":
-        self._started = self._printed = time.monotonic()
+        self._started = self._updated = self._printed = time.monotonic()
         if self._visible and sys.stdout.isatty():
-            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as RichProgress
 
             self._bar = RichProgress(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=24),
                 TextColumn("{task.fields[samples]} samples"),
-                TimeElapsedColumn(),
+                TextColumn("{task.fields[rate]}"),
+                TextColumn("{task.fields[elapsed]}"),
                 TextColumn("{task.fields[left]} left"),
             )
             self._bar.start()
-            self._task = self._bar.add_task("starting", total=self._tokens, samples="", left="-:--")
+            for task, row in self._rows.items():
+                self._bars[task] = self._bar.add_task(task, total=row.wanted.tokens, **row.fields())
+            self._bars["all"] = self._bar.add_task("all", total=self._all.wanted.tokens, **self._all.fields())
             self._show("starting")
         return self
 
@@ -61,30 +93,52 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, label: str, done_samples: int, done_tokens: int) -> None:
-        """Say what is being done and how much is finished in all."""
-        self._done_samples, self._done_tokens = done_samples, done_tokens
+    def update(self, task: str | None, label: str, done: Mapping[str, Amount]) -> None:
+        """Say what is being done, of which task, and how much is finished of each."""
+        now = time.monotonic()
+        if self._task is not None:
+            self._rows[self._task].seconds += now - self._updated
+        self._task, self._updated = task, now
+        for name, row in self._rows.items():
+            row.done = done[name]
+        self._all.done, self._all.seconds = _sum(done), now - self._started
         self._show(label)
 
-    def _left(self) -> str:
-        done = self._done_tokens - self._first_tokens
-        if done <= 0:
-            return "-:--"
-        elapsed = time.monotonic() - self._started
-        return duration(elapsed * (self._tokens - self._done_tokens) / done)
+    def finish(self, done: Mapping[str, Amount]) -> None:
+        """Show the last state."""
+        self.update(None, "all", done)
+        if self._visible and self._bar is None:
+            self._print("all")
 
     def _show(self, label: str) -> None:
         if not self._visible:
             return
-        samples = f"{self._done_samples}/{self._samples}"
-        if self._bar is not None:
-            self._bar.update(
-                self._task, description=label, completed=self._done_tokens, samples=samples, left=self._left()
-            )
+        if self._bar is None:
+            if time.monotonic() - self._printed >= _PLAIN_INTERVAL:
+                self._print(label)
             return
-        now = time.monotonic()
-        if now - self._printed >= _PLAIN_INTERVAL or self._done_samples == self._samples:
-            self._printed = now
-            print(
-                f"{label}: {samples} samples, {duration(now - self._started)} elapsed, {self._left()} left", flush=True
+        for task, row in self._rows.items():
+            self._bar.update(
+                self._bars[task],
+                description=label if task == self._task else task,
+                completed=row.done.tokens,
+                **row.fields(),
             )
+        self._bar.update(self._bars["all"], completed=self._all.done.tokens, **self._all.fields())
+
+    def _print(self, label: str) -> None:
+        self._printed = time.monotonic()
+        parts = []
+        if self._task is not None:
+            own = self._rows[self._task].fields()
+            parts.append(f"{label}: {own['samples']} samples, {own['rate']}, {own['left']} left")
+            label = "all"
+        total = self._all.fields()
+        parts.append(
+            f"{label}: {total['samples']} samples, {total['rate']}, {total['elapsed']} elapsed, {total['left']} left"
+        )
+        print("; ".join(parts), flush=True)
+
+
+def _sum(amounts: Mapping[str, Amount]) -> Amount:
+    return Amount(sum(a.samples for a in amounts.values()), sum(a.tokens for a in amounts.values()))

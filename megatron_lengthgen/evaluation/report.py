@@ -1,39 +1,47 @@
-"""What a run found: scores with intervals as JSON, Markdown, a picture and a table on the terminal."""
+"""What a run found: scores with intervals as JSON, Markdown, pictures and a table on the terminal."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_lengthgen.files import write_json, write_text
 
 from . import plot
-from .ruler.tasks import ALL_TASKS
+from .benchmark import Benchmark, find_benchmark
+from .lengths import length_name
 from .run_store import RunStore
 from .statistics import mean_interval, wilson
 
 __all__ = [
-    "INTERVAL_NOTE",
+    "REPORT_FILES",
+    "averages",
+    "curves",
     "describe_cell",
-    "length_name",
+    "effective_length",
     "markdown_table",
+    "mean_label",
     "print_table",
+    "show",
     "summarise",
     "write_report",
 ]
 
+REPORT_FILES = ("summary.md", "summary.json", "score_vs_length.png", "score_vs_depth.png")
+
 INTERVAL_NOTE = (
-    "Scores are RULER's, in per cent. In brackets 95 % intervals: Wilson's for one task, "
-    "their combination by squared distances (MOVER) for a mean over tasks."
+    "Scores are the benchmark's own, in per cent. In brackets 95 % intervals: Wilson's for one task, "
+    "their combination by squared distances (MOVER) for a mean over tasks or lengths."
 )
+DEPTH_NOTE = (
+    "Depth is the share of the text before the needle. A sample that asks for several needles counts with its score "
+    "at each of their depths. Grey: nothing was asked there."
+)
+COST_NOTE = "From one answer of a process to its next; loading the model and making prompts are not counted."
 
-
-def length_name(length: int) -> str:
-    """``8192`` as ``8K``; other numbers as they are."""
-    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+_BANDS = 10
 
 
 def describe_cell(task: str, length: int, records: Mapping[int, Mapping[str, Any]], expected: int) -> dict[str, Any]:
-    """Score, interval and counts of one task at one length; score and interval are None without samples."""
+    """Score, interval, counts and speed of one task at one length; score and interval are None without samples."""
     wanted = [records[index] for index in range(expected) if index in records]
     count = len(wanted)
     cell: dict[str, Any] = {"task": task, "length": length, "samples": count, "expected": expected}
@@ -41,72 +49,179 @@ def describe_cell(task: str, length: int, records: Mapping[int, Mapping[str, Any
         return cell | {"score": None, "low": None, "high": None}
     mean = sum(record["score"] for record in wanted) / count
     low, high = wilson(mean, count)
-
-    def average(field: str) -> float:
-        return round(sum(record[field] for record in wanted) / count, 2)
-
+    seconds = sum(record["seconds"] for record in wanted)
+    prompt_tokens, new_tokens = (sum(r[key] for r in wanted) for key in ("prompt_tokens", "generated_tokens"))
     return cell | {
         "score": round(100 * mean, 2),
         "low": round(100 * low, 2),
         "high": round(100 * high, 2),
         "empty": sum(not record["pred"].strip() for record in wanted),
         "stopped_by_limit": sum(record["finish"] == "length" for record in wanted),
-        "mean_prompt_tokens": average("prompt_tokens"),
-        "mean_generated_tokens": average("generated_tokens"),
-        "seconds": round(sum(record["seconds"] for record in wanted), 2),
+        "mean_prompt_tokens": round(prompt_tokens / count, 2),
+        "mean_generated_tokens": round(new_tokens / count, 2),
+        "seconds": round(seconds, 2),
+        "process_seconds": round(sum(r["seconds"] * r.get("processes", 1) for r in wanted), 2),
+        "tokens_per_second": round((prompt_tokens + new_tokens) / seconds, 1) if seconds else None,
+        "devices": sorted({record["device"] for record in wanted if "device" in record}),
+        "depths": _depths(wanted),
     }
 
 
+def _depths(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Scores by bands of depth; empty where samples have no depths."""
+    scores: list[list[float]] = [[] for _ in range(_BANDS)]
+    for record in records:
+        for depth in record.get("depths", ()):
+            scores[min(int(depth * _BANDS), _BANDS - 1)].append(record["score"])
+    if not any(scores):
+        return []
+    return [
+        {"from": i / _BANDS, "samples": len(band), "score": round(100 * sum(band) / len(band), 2) if band else None}
+        for i, band in enumerate(scores)
+    ]
+
+
 def summarise(store: RunStore, note: str | None = None, train_length: int | None = None) -> dict[str, Any]:
-    """The summary of a run as plain data. Cells without samples have no score, and means say what they are over."""
+    """The summary of a run as plain data. Cells without samples have no score, and means say what they are over.
+
+    Args:
+        note, train_length: instead of those that the run was started with.
+    """
     config = store.config()
-    scope = config["scope"]
+    scope, info = config["scope"], config["info"]
+    benchmark = find_benchmark(config["identity"].get("benchmark"))
+    lengths = sorted(scope["lengths"])
     cells = [
         describe_cell(task, length, store.records(task, length), scope["samples"])
-        for length in sorted(scope["lengths"])
+        for length in lengths
         for task in scope["tasks"]
     ]
-    means = []
-    for length in sorted(scope["lengths"]):
-        here = [cell for cell in cells if cell["length"] == length]
-        scored = [cell for cell in here if cell["score"] is not None]
-        entry: dict[str, Any] = {
-            "length": length,
-            "tasks": len(scored),
-            "of": len(ALL_TASKS),
-            "complete": all(cell["samples"] == cell["expected"] for cell in here),
-            "score": None,
-            "low": None,
-            "high": None,
-        }
-        if scored:
-            mean, low, high = mean_interval([(cell["score"], cell["low"], cell["high"]) for cell in scored], top=100.0)
-            entry |= {"score": round(mean, 2), "low": round(low, 2), "high": round(high, 2)}
-        means.append(entry)
+    means = [_mean_over_tasks(length, [c for c in cells if c["length"] == length], benchmark) for length in lengths]
     return {
-        "benchmark": "RULER",
-        "name": config["info"].get("name", store.directory.name),
-        "note": note,
-        "train_length": train_length,
+        "benchmark": benchmark.name,
+        "name": info.get("name", store.directory.name),
+        "note": note or info.get("note"),
+        "train_length": train_length or info.get("train_length"),
         "tasks": scope["tasks"],
-        "lengths": sorted(scope["lengths"]),
+        "of": len(benchmark.tasks),
+        "lengths": lengths,
         "samples": scope["samples"],
         "complete": all(cell["samples"] == cell["expected"] for cell in cells),
         "cells": cells,
         "means": means,
+        "averages": averages(means, len(scope["tasks"]), benchmark),
+        "effective_length": effective_length(means, benchmark),
+        "answers": [_answers(task, [c for c in cells if c["task"] == task]) for task in scope["tasks"]],
+        "cost": _cost(cells),
         "intervals": INTERVAL_NOTE,
         "identity": config["identity"],
-        "info": config["info"],
+        "info": info,
+    }
+
+
+def _mean_over_tasks(length: int, cells: Sequence[Mapping[str, Any]], benchmark: Benchmark) -> dict[str, Any]:
+    scored = [cell for cell in cells if cell["score"] is not None]
+    mean = {
+        "length": length,
+        "tasks": len(scored),
+        "of": len(benchmark.tasks),
+        "complete": all(cell["samples"] == cell["expected"] for cell in cells),
+    }
+    return mean | _estimate(scored)
+
+
+def _estimate(parts: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None) -> dict[str, Any]:
+    """Weighted mean of scores with its interval; None of each without parts."""
+    if not parts:
+        return {"score": None, "low": None, "high": None}
+    intervals = [(part["score"], part["low"], part["high"]) for part in parts]
+    names = ("score", "low", "high")
+    return dict(zip(names, (round(x, 2) for x in mean_interval(intervals, 100.0, weights)), strict=True))
+
+
+def averages(means: Sequence[Mapping[str, Any]], tasks: int, benchmark: Benchmark) -> dict[str, Any] | None:
+    """Averages over lengths: plain, and with weights that rise or fall by one from each length to the next.
+
+    RULER's ``Avg.``, ``wAvg. (inc)`` and ``wAvg. (dec)``, which it takes over 4K to 128K with weights 1 to 6. None
+    where there is one length only, or a task has no sample yet at some length.
+    """
+    if len(means) < 2 or any(mean["tasks"] < tasks for mean in means):
+        return None
+    rising = list(range(1, len(means) + 1))
+    return {
+        "lengths": [mean["length"] for mean in means],
+        "tasks": tasks,
+        "of": len(benchmark.tasks),
+        "benchmark_lengths": tuple(mean["length"] for mean in means) == benchmark.lengths,
+        "average": _estimate(means),
+        "increasing": _estimate(means, rising),
+        "decreasing": _estimate(means, rising[::-1]),
+    }
+
+
+def effective_length(means: Sequence[Mapping[str, Any]], benchmark: Benchmark) -> dict[str, Any] | None:
+    """The largest length whose mean over all tasks exceeds the threshold; None where the benchmark has no threshold."""
+    if benchmark.threshold is None:
+        return None
+    whole = [mean for mean in means if mean["tasks"] == len(benchmark.tasks)]
+    above = [mean["length"] for mean in whole if mean["score"] > benchmark.threshold]
+    effective = max(above, default=None)
+    if not whole:
+        tasks = max(mean["tasks"] for mean in means)
+        text = f"not given: it needs all {len(benchmark.tasks)} tasks, and this run has {tasks}"
+    elif effective is None:
+        text = f"below {length_name(whole[0]['length'])}, the shortest length here"
+    elif effective == whole[-1]["length"]:
+        text = f"at least {length_name(effective)}, the longest length here"
+    else:
+        text = length_name(effective)
+    if gaps := [
+        mean["length"] for mean in whole if effective and mean["length"] < effective and mean["length"] not in above
+    ]:
+        text += f", though not at {', '.join(map(length_name, gaps))}"
+    return {"threshold": benchmark.threshold, "length": effective, "text": text}
+
+
+def _answers(task: str, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How answers of one task ended, over all lengths; rates in per cent."""
+    samples = sum(cell["samples"] for cell in cells)
+    result: dict[str, Any] = {"task": task, "samples": samples}
+    for name in ("empty", "stopped_by_limit"):
+        count = sum(cell.get(name, 0) for cell in cells)
+        result |= {name: count, f"{name}_rate": round(100 * count / samples, 2) if samples else None}
+    return result
+
+
+def _cost(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    counted = [cell for cell in cells if cell["samples"]]
+    seconds = sum(cell["seconds"] for cell in counted)
+    tokens = sum(c["samples"] * (c["mean_prompt_tokens"] + c["mean_generated_tokens"]) for c in counted)
+    devices = sorted({device for cell in counted for device in cell["devices"]})
+    return {
+        "unit": "GPU-seconds" if devices and not {"CPU", "server"} & set(devices) else "process-seconds",
+        "amount": round(sum(cell["process_seconds"] for cell in counted), 1),
+        "devices": devices,
+        "tokens": round(tokens),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
+        "method": COST_NOTE,
     }
 
 
 def write_report(store: RunStore, note: str | None = None, train_length: int | None = None) -> dict[str, Any]:
-    """Write ``summary.json``, ``summary.md`` and ``score_vs_length.png`` into the run, and return the summary."""
+    """Write ``REPORT_FILES`` into the run, and return the summary; the depths only where samples have some.
+
+    Args:
+        note, train_length: as for :func:`summarise`.
+    """
     summary = summarise(store, note, train_length)
-    picture = store.directory / "score_vs_length.png"
-    plot.score_vs_length(picture, [curves(summary)], train_length=train_length, title=f"RULER: {summary['name']}")
+    title = f"{summary['benchmark']}: {summary['name']}"
+    plot.score_vs_length(
+        store.directory / "score_vs_length.png", [curves(summary)], train_length=summary["train_length"], title=title
+    )
+    if maps := _depth_maps(summary):
+        plot.score_vs_depth(store.directory / "score_vs_depth.png", maps, title=title)
     write_json(store.directory / "summary.json", summary)
-    write_text(store.directory / "summary.md", _markdown(summary, picture))
+    write_text(store.directory / "summary.md", _markdown(summary))
     return summary
 
 
@@ -121,7 +236,7 @@ def curves(summary: Mapping[str, Any]) -> plot.Run:
         for task in summary["tasks"]
     }
     if len(summary["tasks"]) > 1:
-        lines[mean_label(summary)] = [
+        lines[mean_label(len(summary["tasks"]), summary["of"])] = [
             plot.Point(mean["length"], mean["score"], mean["low"], mean["high"])
             for mean in summary["means"]
             if mean["score"] is not None
@@ -129,34 +244,71 @@ def curves(summary: Mapping[str, Any]) -> plot.Run:
     return plot.Run(summary["name"], lines)
 
 
-def mean_label(summary: Mapping[str, Any]) -> str:
-    """``mean (3 of 13 tasks)``, or ``mean`` where it is RULER's own mean over all tasks."""
-    count = len(summary["tasks"])
-    return "mean" if count == len(ALL_TASKS) else f"mean ({count} of {len(ALL_TASKS)} tasks)"
+def _depth_maps(summary: Mapping[str, Any]) -> dict[str, dict[int, list[float | None]]]:
+    maps: dict[str, dict[int, list[float | None]]] = {}
+    for cell in summary["cells"]:
+        if cell.get("depths"):
+            maps.setdefault(cell["task"], {})[cell["length"]] = [band["score"] for band in cell["depths"]]
+    return maps
+
+
+def mean_label(tasks: int, of: int) -> str:
+    """``mean (3 of 13 tasks)``, or ``mean`` where it is the benchmark's own mean over all tasks."""
+    return "mean" if tasks == of else f"mean ({tasks} of {of} tasks)"
 
 
 def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
     by_cell = {(cell["task"], cell["length"]): cell for cell in summary["cells"]}
-    rows = [[task, *(_cell(by_cell[task, length]) for length in summary["lengths"])] for task in summary["tasks"]]
-    if len(summary["tasks"]) > 1:
-        rows.append([mean_label(summary), *(_mean(mean, len(summary["tasks"])) for mean in summary["means"])])
+    tasks = summary["tasks"]
+    rows = [[task, *(_cell(by_cell[task, length]) for length in summary["lengths"])] for task in tasks]
+    if len(tasks) > 1:
+        label = mean_label(len(tasks), summary["of"])
+        rows.append([label, *(_mean(mean, len(tasks)) for mean in summary["means"])])
     return rows
+
+
+def _score(estimate: Mapping[str, Any]) -> str:
+    return f"{estimate['score']:.1f} [{estimate['low']:.0f}, {estimate['high']:.0f}]"
 
 
 def _cell(cell: Mapping[str, Any]) -> str:
     if cell["score"] is None:
         return "no samples"
-    text = f"{cell['score']:.1f} [{cell['low']:.0f}, {cell['high']:.0f}]"
+    text = _score(cell)
     return text if cell["samples"] == cell["expected"] else f"{text} partial: {cell['samples']} of {cell['expected']}"
 
 
 def _mean(mean: Mapping[str, Any], tasks: int) -> str:
     if mean["score"] is None:
         return "no samples"
-    text = f"{mean['score']:.1f} [{mean['low']:.0f}, {mean['high']:.0f}]"
+    text = _score(mean)
     if mean["tasks"] < tasks:
         return f"{text} partial: {mean['tasks']} of {tasks} tasks"
     return text if mean["complete"] else f"{text} partial"
+
+
+def _facts(summary: Mapping[str, Any]) -> list[str]:
+    """Sentences on what goes over lengths, and on cost."""
+    facts = []
+    if over := summary["averages"]:
+        span = f"{length_name(over['lengths'][0])} to {length_name(over['lengths'][-1])}"
+        text = (
+            f"{mean_label(over['tasks'], over['of'])} over {span}: {_score(over['average'])}, "
+            f"wAvg (inc) {_score(over['increasing'])}, wAvg (dec) {_score(over['decreasing'])}"
+        )
+        if not over["benchmark_lengths"]:
+            text += f"; these are not the lengths of {summary['benchmark']}'s published averages"
+        facts.append(text[0].upper() + text[1:] + ".")
+    if effective := summary["effective_length"]:
+        facts.append(f"Effective length (mean above {effective['threshold']}): {effective['text']}.")
+    cost = summary["cost"]
+    if cost["tokens_per_second"]:
+        on = f" on {', '.join(cost['devices'])}" if cost["devices"] else ""
+        facts.append(
+            f"Cost: {cost['amount']:,.0f} {cost['unit']} ({cost['amount'] / 3600:.2f} hours){on} for "
+            f"{cost['tokens']:,} tokens; {cost['tokens_per_second']:,.0f} tokens/s for each copy of the model."
+        )
+    return facts
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -165,17 +317,51 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _markdown(summary: Mapping[str, Any], picture: Path) -> str:
-    parts = [f"# RULER: {summary['name']}"]
+def _markdown(summary: Mapping[str, Any]) -> str:
+    parts = [f"# {summary['benchmark']}: {summary['name']}"]
     if summary["note"]:
         parts.append(summary["note"])
     if not summary["complete"]:
         parts.append("**This run is not complete**; partial entries are marked.")
     parts.append(markdown_table(["task", *map(length_name, summary["lengths"])], _rows(summary)))
     parts.append(f"{INTERVAL_NOTE} {summary['samples']} samples per task and length, greedy.")
-    parts.append(f"![score against length]({picture.name})")
-    counted = [cell for cell in summary["cells"] if cell["score"] is not None]
-    rows = [
+    parts.append("\n".join(f"* {fact}" for fact in _facts(summary)))
+    parts.append("![score against length](score_vs_length.png)")
+    if _depth_maps(summary):
+        parts += ["![score against depth](score_vs_depth.png)", DEPTH_NOTE]
+    parts += ["## Answers", markdown_table(["task", "answers", "empty", "ended by the limit"], _answer_rows(summary))]
+    parts.append("An answer that the limit ended may have been cut short; a base model seldom ends one itself.")
+    header = [
+        "task",
+        "length",
+        "samples",
+        "prompt tokens",
+        "new tokens",
+        "empty",
+        "by the limit",
+        "seconds",
+        "tokens/s",
+    ]
+    parts += ["## Details", markdown_table(header, _detail_rows(summary)), COST_NOTE]
+    settings = {**summary["identity"], **summary["info"]}
+    parts.append(markdown_table(["setting", "value"], [[key, f"`{value}`"] for key, value in settings.items()]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _answer_rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            row["task"],
+            str(row["samples"]),
+            *(f"{row[name]} ({row[f'{name}_rate']:.1f} %)" for name in ("empty", "stopped_by_limit")),
+        ]
+        for row in summary["answers"]
+        if row["samples"]
+    ]
+
+
+def _detail_rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    return [
         [
             cell["task"],
             length_name(cell["length"]),
@@ -185,19 +371,18 @@ def _markdown(summary: Mapping[str, Any], picture: Path) -> str:
             f"{cell['empty']}",
             f"{cell['stopped_by_limit']}",
             f"{cell['seconds']:.1f}",
+            f"{cell['tokens_per_second']:,.0f}" if cell["tokens_per_second"] else "-",
         ]
-        for cell in counted
+        for cell in summary["cells"]
+        if cell["score"] is not None
     ]
-    header = ["task", "length", "samples", "prompt tokens", "new tokens", "empty", "ended by the limit", "seconds"]
-    parts += ["## Details", markdown_table(header, rows)]
-    settings = {**summary["identity"], **summary["info"]}
-    parts.append(markdown_table(["setting", "value"], [[key, f"`{value}`"] for key, value in settings.items()]))
-    return "\n\n".join(parts) + "\n"
 
 
 def print_table(summary: Mapping[str, Any]) -> None:
-    """Print scores by task and length."""
-    show(f"RULER: {summary['name']}", ["task", *map(length_name, summary["lengths"])], _rows(summary))
+    """Print scores by task and length, and what goes over lengths."""
+    title = f"{summary['benchmark']}: {summary['name']}"
+    show(title, ["task", *map(length_name, summary["lengths"])], _rows(summary))
+    print("\n".join(_facts(summary)))
 
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -3,36 +3,48 @@
 Layout of a run directory::
 
     config.json                              settings; a later start must agree with them
-    predictions/<task>/<length>.<part>.jsonl one line per finished sample; each data-parallel rank has its own part
+    predictions/<task>/<length>.<part>.jsonl one line per finished sample; each process that records has its own part
     ruler/<length>/<task>.jsonl              all samples in the form that RULER's evaluator reads
-    summary.json, summary.md, score_vs_length.png
+    summary.json, summary.md, *.png          the report
+    .lock, .lock.<shard>                     held while a run is opened or reported on, and while a shard is written
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.files import atomic_file, write_json
 
+from .shard import Shard
+
 __all__ = ["RunStore"]
 
 _FORMAT = 1
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunStore:
     """Records of a run, by task and length.
 
-    Several processes may append at once, each to its own part; one of them, the owner, opens the store.
+    Several processes may append at once, each to its own part. The processes of one launch follow one of them, which
+    opens the store; launches that are shards of one run each open it, and are kept apart by their names.
+
+    Args:
+        directory: the run.
+        shard: the part of the run whose samples are appended here.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], shard: Shard | None = None) -> None:
         self.directory = Path(directory)
-        self._lock: Any = None
+        self.shard = shard or Shard()
+        self._lock: IO[str] | None = None
         self._read: dict[Path, tuple[int, int]] = {}
 
     # -- opening ------------------------------------------------------------------------------------------------------
@@ -45,35 +57,42 @@ class RunStore:
         identity: Mapping[str, Any],
         scope: Mapping[str, Any],
         info: Mapping[str, Any],
+        shard: Shard | None = None,
+        grows: Collection[str] = (),
     ) -> "RunStore":
-        """Create a run, or continue the one in ``directory``; to be called by one process.
+        """Create a run, or continue the one in ``directory``; to be called by one process of a launch.
 
         Args:
             identity: what decides a sample's result. A continued run must have the same.
             scope: ``tasks``, ``lengths`` and ``samples``. A continued run may ask for more, not for less.
             info: anything else worth keeping: paths, versions, the command.
+            shard: the part of the run that this launch fills; None for all of it.
+            grows: keys of ``identity`` that may become something where they were None, such as a text that only tasks
+                need which the run did not have before.
 
         Raises:
-            UserError: when another process has the run open, when the directory holds something else, or when the
-                settings disagree (both values are named).
+            UserError: when another process has the run or this shard open, when the directory holds something else, or
+                when the settings disagree (both values are named).
         """
-        store = cls(directory)
-        store._acquire()
-        try:
-            if store.config_file.exists():
-                store._check(identity, scope)
-            elif leftover := [p.name for p in store.directory.iterdir() if not p.name.startswith(".")]:
-                raise UserError(
-                    f"--output {directory} holds {leftover[0]} but no config.json, so it is not a run; "
-                    "use a new directory"
+        store = cls(directory, shard)
+        with store.alone():
+            store._acquire()
+            try:
+                if store.config_file.exists():
+                    store._check(identity, scope, grows)
+                elif leftover := [p.name for p in store.directory.iterdir() if not p.name.startswith(".")]:
+                    raise UserError(
+                        f"--output {directory} holds {leftover[0]} but no config.json, so it is not a run; "
+                        "use a new directory"
+                    )
+                write_json(
+                    store.config_file,
+                    {"format": _FORMAT, "identity": dict(identity), "scope": dict(scope), "info": dict(info)},
                 )
-            write_json(
-                store.config_file,
-                {"format": _FORMAT, "identity": dict(identity), "scope": dict(scope), "info": dict(info)},
-            )
-        except BaseException:
-            store.close()
-            raise
+                _sync(store.directory)
+            except BaseException:
+                store.close()
+                raise
         return store
 
     @property
@@ -88,9 +107,9 @@ class RunStore:
         """
         try:
             value = json.loads(self.config_file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self.directory} is not a run: it has no config.json") from None
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise UserError(f"{self.config_file} is not JSON: {error}") from error
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise UserError(f"{self.config_file} is not of run format {_FORMAT}")
@@ -102,26 +121,54 @@ class RunStore:
             self._lock.close()
             self._lock = None
 
-    def _acquire(self) -> None:
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While the block runs no other process opens the run or is in such a block; waits for one that is.
+
+        Raises:
+            UserError: when the directory cannot be written to.
+        """
+        with self._lock_file(".lock") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                warnings.warn(
+                    f"the file system of {self.directory} has no locks: start nothing twice on this run", stacklevel=3
+                )
+            yield
+
+    def _lock_file(self, name: str) -> IO[str]:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.directory / ".lock", "w")  # noqa: SIM115 - held until close()
+            return open(self.directory / name, "a")
         except OSError as error:
-            raise UserError(f"cannot write to --output {self.directory}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise UserError(
-                f"another process is writing to {self.directory}; wait for it or use a new --output"
-            ) from None
+            raise UserError(f"cannot write to {self.directory}: {error.strerror}") from error
 
-    def _check(self, identity: Mapping[str, Any], scope: Mapping[str, Any]) -> None:
+    def _acquire(self) -> None:
+        """Take this shard's lock for as long as the store is open, unless others are at work that it would disturb."""
+        own = f".lock.{self.shard.label}"
+        for path in sorted(self.directory.glob(".lock.*")):
+            other = Shard.of_label(path.name.removeprefix(".lock."))
+            if path.name != own and other.count != self.shard.count:
+                with self._lock_file(path.name) as file:
+                    if not _try_lock(file):
+                        raise UserError(self._busy(other))
+        self._lock = self._lock_file(own)
+        if not _try_lock(self._lock):
+            self.close()
+            raise UserError(self._busy(self.shard))
+
+    def _busy(self, other: Shard) -> str:
+        what = "to" if other.whole else f"shard {other} of"
+        return f"another process is writing {what} {self.directory}; wait for it or use a new --output"
+
+    def _check(self, identity: Mapping[str, Any], scope: Mapping[str, Any], grows: Collection[str]) -> None:
         stored = self.config()
         for key in sorted({*stored["identity"], *identity}):
             old, new = stored["identity"].get(key), identity.get(key)
-            # A run without essay tasks has no essays; adding such a task gives it some.
-            if old != new and not (key == "essays" and old is None):
+            if old != new and not (key in grows and old is None):
                 raise UserError(
                     f"the run in {self.directory} has {key} = {old!r}, this start has {new!r}: "
                     "repeat the settings, or use a new --output"
@@ -144,35 +191,38 @@ class RunStore:
     def _folder(self, task: str) -> Path:
         return self.directory / "predictions" / task
 
-    def _parts(self, task: str, length: int) -> list[Path]:
-        return sorted(self._folder(task).glob(f"{length}.*.jsonl"))
+    @property
+    def _prefix(self) -> str:
+        return "" if self.shard.whole else f"{self.shard.label}."
 
     def records(self, task: str, length: int) -> dict[int, dict[str, Any]]:
-        """Finished samples by index; broken lines are left out."""
+        """Finished samples by index, of all shards; broken lines are left out."""
         found: dict[int, dict[str, Any]] = {}
-        for part in self._parts(task, length):
+        for part in sorted(self._folder(task).glob(f"{length}.*.jsonl")):
             for record in _read_lines(part)[0]:
                 found.setdefault(record["index"], record)
         return found
 
     def lines(self, task: str, length: int) -> int:
-        """Lines written so far, over all parts; reads only what is new since the last call."""
-        for part in self._parts(task, length):
+        """Lines written so far over all parts of this shard; reads only what is new since the last call."""
+        total = 0
+        for part in self._folder(task).glob(f"{length}.{self._prefix}*.jsonl"):
             offset, count = self._read.get(part, (0, 0))
             with open(part, "rb") as file:
                 file.seek(offset)
                 new = file.read()
             self._read[part] = (offset + len(new), count + new.count(b"\n"))
-        return sum(count for part, (_, count) in self._read.items() if part in self._parts(task, length))
+            total += self._read[part][1]
+        return total
 
     def repair(self) -> int:
-        """Cut broken lines (a process was killed while writing) out of all parts; their samples run again.
+        """Cut broken lines (a process was killed while writing) out of this shard's parts; their samples run again.
 
         Returns:
             The number of lines dropped.
         """
         dropped = 0
-        for part in sorted((self.directory / "predictions").glob("*/*.jsonl")):
+        for part in sorted((self.directory / "predictions").glob(f"*/*.{self._prefix}*jsonl")):
             records, broken, complete = _read_lines(part)
             if broken or not complete:
                 _write_lines(part, records)
@@ -180,10 +230,14 @@ class RunStore:
         return dropped
 
     @contextlib.contextmanager
-    def appending(self, task: str, length: int, part: int) -> Iterator["Appender"]:
-        """Append to one part. Every line is on disk when :meth:`Appender.write` returns."""
-        self._folder(task).mkdir(parents=True, exist_ok=True)
-        with open(self._folder(task) / f"{length}.{part}.jsonl", "a", encoding="utf-8") as file:
+    def appending(self, task: str, length: int, rank: int) -> Iterator["Appender"]:
+        """Append to the part of one process. Every line is on disk when :meth:`Appender.write` returns."""
+        folder = self._folder(task)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Bytes: a line goes to the file in one piece, and not in pieces of a text buffer.
+        with open(folder / f"{length}.{self._prefix}{rank}.jsonl", "ab") as file:
+            for directory in (folder, folder.parent, folder.parent.parent):
+                _sync(directory)
             yield Appender(file)
 
     def write_ruler_files(self, cells: Sequence[tuple[str, int]]) -> None:
@@ -201,13 +255,33 @@ class RunStore:
 class Appender:
     """Writes one record per line."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._file.write(_line(record))
         self._file.flush()
         os.fsync(self._file.fileno())
+
+
+def _try_lock(file: IO[str]) -> bool:
+    # POSIX locks belong to a process, not to a descriptor: a forked worker that outlives a killed run holds nothing.
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN, *_NO_LOCKS):
+            raise
+        return error.errno in _NO_LOCKS
+    return True
+
+
+def _sync(directory: Path) -> None:
+    """Make the names in a directory durable, as fsync makes a file's contents."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int, bool]:
@@ -230,5 +304,10 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int, bool]:
 
 
 def _write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    with atomic_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    with atomic_file(path) as temporary, open(temporary, "wb") as file:
+        file.writelines(map(_line, records))
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    # Half a surrogate pair, which a server may answer, has no UTF-8; it is written as the escape that JSON has for it.
+    return json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"

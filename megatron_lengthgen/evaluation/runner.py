@@ -1,22 +1,27 @@
 """Runs a benchmark: prompts to an engine, answers to the store."""
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_lengthgen.errors import UserError
 
-from .generation.base import Generator, Request
-from .progress import Progress
+from .generation.base import Answer, Generator, Request
+from .lengths import length_name
+from .progress import Amount, Progress
 from .ruler.data import Ruler, Sample
 from .ruler.scoring import METRICS, postprocess
-from .ruler.tasks import Niah
+from .ruler.tasks import Task
 from .run_store import RunStore
 
 __all__ = ["Plan", "Share", "evaluate", "plan", "score_record", "verify_prompts"]
 
 Cell = tuple[str, int]
+
+#: Tokens of prompts held ready at once by each process; a Python list of them takes 36 bytes a token.
+_TOGETHER = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,16 @@ class Share:
         rank, size: data-parallel rank and number of ranks.
         writes: whether this process records answers (one process of each data-parallel rank does).
         leads: whether it shows progress and waits for the others (one process in all).
+        processes: processes that together hold one copy of the model; recorded, as is ``device``, for the cost.
+        device: what each of them computes on.
     """
 
     rank: int = 0
     size: int = 1
     writes: bool = True
     leads: bool = True
+    processes: int = 1
+    device: str = "CPU"
 
 
 @dataclass(frozen=True)
@@ -40,12 +49,12 @@ class Plan:
     """What is left to do.
 
     Attributes:
-        samples: samples per task and length in all.
-        pending: indices that are not finished, by task and length, short lengths first.
-        lines: lines that the store held when the plan was made, by task and length.
+        wanted: samples that are this launch's, finished or not, by task and length, short lengths first.
+        pending: their indices that are not finished.
+        lines: lines that the store held when the plan was made.
     """
 
-    samples: int
+    wanted: Mapping[Cell, int]
     pending: Mapping[Cell, Sequence[int]]
     lines: Mapping[Cell, int]
 
@@ -54,18 +63,22 @@ class Plan:
         return not any(self.pending.values())
 
 
-def plan(store: RunStore, tasks: Sequence[Niah], lengths: Sequence[int], samples: int) -> Plan:
-    """What is not finished yet. Every process must call this before any of them writes, so that all see the same."""
+def plan(store: RunStore, tasks: Sequence[Task], lengths: Sequence[int], samples: int) -> Plan:
+    """What of the first ``samples`` of each task and length is this shard's and not finished yet.
+
+    All processes of a launch must follow one plan, made before any of them writes.
+    """
     cells = [(task.name, length) for length in sorted(lengths) for task in tasks]
     lines = {cell: store.lines(*cell) for cell in cells}
+    indices = [index for index in range(samples) if store.shard.holds(index)]
     pending: dict[Cell, Sequence[int]] = {}
     for cell in cells:
         done = store.records(*cell)
-        pending[cell] = [index for index in range(samples) if index not in done]
-    return Plan(samples, pending, lines)
+        pending[cell] = [index for index in indices if index not in done]
+    return Plan(dict.fromkeys(cells, len(indices)), pending, lines)
 
 
-def verify_prompts(store: RunStore, ruler: Ruler, tasks: Sequence[Niah], lengths: Sequence[int]) -> None:
+def verify_prompts(store: RunStore, ruler: Ruler, tasks: Sequence[Task], lengths: Sequence[int]) -> None:
     """Rebuild one finished prompt of each task and length and compare it with its record.
 
     Raises:
@@ -88,30 +101,32 @@ def verify_prompts(store: RunStore, ruler: Ruler, tasks: Sequence[Niah], lengths
 def score_record(
     sample: Sample,
     metric: str,
-    new_ids: Sequence[int],
-    limit: int,
-    text: str,
+    answer: Answer,
     seconds: float,
+    share: Share | None = None,
     save_prompt: bool = False,
 ) -> dict[str, Any]:
     """What is kept of a finished sample.
 
     ``index``, ``outputs``, ``pred``, ``length`` (prompt and room for the answer) and ``input`` are RULER's fields;
     ``score`` is in [0, 1]; ``finish`` is ``stop`` or, where the limit of new tokens ended the answer, ``length``;
-    ``seconds`` is the time since this process's previous answer.
+    ``seconds`` is the time since this process's previous answer, in which ``processes`` kept a ``device`` busy each.
     """
+    share = share or Share()
     record = {
         "index": sample.index,
         "task": sample.task,
         "max_length": sample.max_length,
         "outputs": list(sample.outputs),
-        "pred": text,
-        "score": METRICS[metric](postprocess(text), sample.outputs),
+        "pred": answer.text,
+        "score": METRICS[metric](postprocess(answer.text), sample.outputs),
         "length": sample.length,
         "prompt_tokens": len(sample.prompt_ids),
-        "generated_tokens": len(new_ids),
-        "finish": "length" if len(new_ids) >= limit else "stop",
+        "generated_tokens": answer.tokens,
+        "finish": "length" if answer.cut else "stop",
         "seconds": round(seconds, 4),
+        "processes": share.processes,
+        "device": share.device,
         "depths": list(sample.depths),
         "prompt_sha256": sample.digest,
     }
@@ -122,7 +137,7 @@ def score_record(
 
 def evaluate(
     ruler: Ruler,
-    tasks: Sequence[Niah],
+    tasks: Sequence[Task],
     todo: Plan,
     store: RunStore,
     generator: Generator,
@@ -141,61 +156,90 @@ def evaluate(
     """
     share = share or Share()
     by_name = {task.name: task for task in tasks}
-    meter = _Meter(store, todo)
-    with Progress(*meter.total, *meter.done(), visible=share.leads) as progress:
+    meter = _Meter(store, todo, patience)
+    with Progress(meter.wanted, meter.done(), visible=share.leads) as progress:
         for (name, length), indices in todo.pending.items():
             mine = indices[share.rank :: share.size]
-            label = f"{name} @ {length}"
-            if not mine:
-                continue
-            made = [ruler.sample(by_name[name], length, index) for index in mine]
-            limit = ruler.new_tokens(by_name[name])
-            requests = [Request(sample.prompt_ids, limit, ruler.encoder.stop_ids) for sample in made]
-            progress.update(label, *meter.done())
-            before = time.monotonic()
-            if not share.writes:
-                for _ in generator.generate(requests):
-                    pass
-                continue
-            try:
-                with store.appending(name, length, share.rank) as file:
-                    for position, new_ids in generator.generate(requests):
-                        now = time.monotonic()
-                        text = ruler.encoder.decode(new_ids)
-                        metric = by_name[name].metric
-                        file.write(
-                            score_record(made[position], metric, new_ids, limit, text, now - before, save_prompts)
-                        )
-                        before = now
-                        if share.leads:
-                            progress.update(label, *meter.done())
-            except OSError as error:
-                raise UserError(
-                    f"cannot write to {store.directory}: {error.strerror or error}; finished samples are kept, "
-                    "so mend that and start the same command again"
-                ) from error
+            together = max(1, _TOGETHER // length)
+            for start in range(0, len(mine), together):
+                progress.update(name, f"{name} @ {length_name(length)}", meter.done())
+                made = ruler.samples(by_name[name], length, mine[start : start + together])
+                for _ in _answers(ruler, by_name[name], made, store, generator, share, save_prompts):
+                    if share.leads:
+                        progress.update(name, f"{name} @ {length_name(length)}", meter.done())
         while share.leads and share.size > 1 and not meter.finished():
-            progress.update("waiting for other processes", *meter.done())
+            progress.update(None, "waiting for other processes", meter.done())
             time.sleep(patience)
+        if share.leads:
+            progress.finish(meter.done(now=True))
+
+
+def _answers(
+    ruler: Ruler,
+    task: Task,
+    made: Sequence[Sample],
+    store: RunStore,
+    generator: Generator,
+    share: Share,
+    save_prompts: bool,
+) -> Iterator[None]:
+    """Yield after each answer to samples of one task and length, when its record is durable."""
+    limit = ruler.new_tokens(task)
+    requests = [Request(sample.prompt_ids, limit, ruler.encoder.stop_ids) for sample in made]
+    before = time.monotonic()
+    if not share.writes:
+        for _ in generator.generate(requests):
+            yield
+        return
+    try:
+        with store.appending(task.name, made[0].max_length, share.rank) as file:
+            for position, answer in generator.generate(requests):
+                now = time.monotonic()
+                if not isinstance(answer, Answer):
+                    answer = Answer.from_ids(answer, limit, ruler.encoder.decode)
+                file.write(score_record(made[position], task.metric, answer, now - before, share, save_prompts))
+                before = now
+                yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {store.directory}: {error.strerror or error}; finished samples are kept, "
+            "so mend that and start the same command again"
+        ) from error
 
 
 class _Meter:
-    """Counts finished samples of all processes by the lines they have written since the start."""
+    """Counts finished samples of all processes of this launch by the lines they have written since the start.
 
-    def __init__(self, store: RunStore, todo: Plan) -> None:
-        self._store, self._todo = store, todo
-        self.total = (todo.samples * len(todo.pending), todo.samples * sum(length for _, length in todo.pending))
+    Looking at every file after every sample would be much on a shared file system; it looks once in ``patience`` s.
+    """
 
-    def done(self) -> tuple[int, int]:
-        """Samples and tokens finished in all."""
-        counts = {cell: self._todo.samples - left for cell, left in self._left().items()}
-        return sum(counts.values()), sum(count * length for (_, length), count in counts.items())
+    def __init__(self, store: RunStore, todo: Plan, patience: float) -> None:
+        self._store, self._todo, self._patience = store, todo, patience
+        self._looked = -math.inf
+        self._left: dict[Cell, int] = {}
+        self.wanted = _by_task(todo.wanted)
+
+    def done(self, now: bool = False) -> dict[str, Amount]:
+        """What is finished, by task; ``now`` to look whenever the last look was."""
+        self._look(now)
+        return _by_task({cell: wanted - self._left[cell] for cell, wanted in self._todo.wanted.items()})
 
     def finished(self) -> bool:
-        return not any(self._left().values())
+        self._look(True)
+        return not any(self._left.values())
 
-    def _left(self) -> dict[Cell, int]:
-        return {
-            cell: max(0, len(indices) - (self._store.lines(*cell) - self._todo.lines[cell])) if indices else 0
-            for cell, indices in self._todo.pending.items()
-        }
+    def _look(self, now: bool) -> None:
+        if now or time.monotonic() - self._looked >= self._patience:
+            self._left = {
+                cell: max(0, len(indices) - (self._store.lines(*cell) - self._todo.lines[cell])) if indices else 0
+                for cell, indices in self._todo.pending.items()
+            }
+            self._looked = time.monotonic()
+
+
+def _by_task(samples: Mapping[Cell, int]) -> dict[str, Amount]:
+    amounts: dict[str, Amount] = {}
+    for (task, length), count in samples.items():
+        old = amounts.get(task, Amount(0, 0))
+        amounts[task] = Amount(old.samples + count, old.tokens + count * length)
+    return amounts

@@ -33,18 +33,25 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
     return low, high
 
 
-def mean_interval(parts: Sequence[tuple[float, float, float]], top: float = 1.0) -> tuple[float, float, float]:
+def mean_interval(
+    parts: Sequence[tuple[float, float, float]], top: float = 1.0, weights: Sequence[float] | None = None
+) -> tuple[float, float, float]:
     """Mean of independent estimates in [0, top] with a 95 % interval, from each one's ``(mean, low, high)``.
 
     The method of variance estimates recovery (Zou and Donner, Statistics in Medicine 27, 2008): distances to the ends
     add in squares.
+
+    Args:
+        weights: of the estimates; None where all weigh the same.
     """
     if not parts:
         raise ValueError("no estimates to average")
-    count = len(parts)
-    mean = sum(m for m, _, _ in parts) / count
-    below = math.sqrt(sum((m - low) ** 2 for m, low, _ in parts)) / count
-    above = math.sqrt(sum((high - m) ** 2 for m, _, high in parts)) / count
+    weights = [1.0] * len(parts) if weights is None else weights
+    total = sum(weights)
+    shares = [weight / total for weight in weights]
+    mean = sum(w * m for w, (m, _, _) in zip(shares, parts, strict=True))
+    below = math.sqrt(sum((w * (m - low)) ** 2 for w, (m, low, _) in zip(shares, parts, strict=True)))
+    above = math.sqrt(sum((w * (high - m)) ** 2 for w, (m, _, high) in zip(shares, parts, strict=True)))
     return mean, max(0.0, mean - below), min(top, mean + above)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -83,8 +84,10 @@ def test_a_run_its_continuation_and_a_comparison(
         monkeypatch, "compare", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "c", "--note", "Twice the same."
     )
     result = json.loads((tmp_path / "c" / "compare.json").read_text())
-    assert [row["difference"] for row in result["rows"]] == [0.0] * 4 and result["rows"][0]["pairs"] == 2
-    assert result["differing_settings"] == []
+    [pair] = result["comparisons"]
+    assert [row["difference"] for row in pair["rows"]] == [0.0] * 4 and pair["rows"][0]["pairs"] == 2
+    # What the report says of the runs themselves is no difference between their settings.
+    assert pair["differing_settings"] == []
     assert "Twice the same." in (tmp_path / "c" / "compare.md").read_text()
 
 
@@ -92,11 +95,15 @@ def test_a_run_its_continuation_and_a_comparison(
     ("more", "message"),
     [
         (["--lengths", "4096.5"], "--lengths takes whole numbers"),
-        (["--lengths", "0"], "--lengths takes whole numbers"),
+        (["--lengths", "4kb"], r"--lengths takes whole numbers of tokens such as 4096, 4k .*, got '4kb'"),
+        (["--lengths", "-1"], "got '-1'"),
+        (["--train-length", "4KiB"], "--train-length takes whole numbers of tokens"),
+        (["--limit", "0"], "--limit must be positive, got 0"),
+        (["--shard", "0/4"], r"--shard takes a part and the number of parts, from 1/8 to 8/8 for eight, got '0/4'"),
         (["--lengths", "1k,1024"], "names a length twice"),
         (["--lengths", "4"], "length 4 is too small for niah_single_1"),
         (["--samples", "0"], "--samples must be positive, got 0"),
-        (["--tasks", "cwe"], "'cwe' is one of RULER's tasks but not available here"),
+        (["--tasks", "vt2"], "'vt2' is not a RULER task"),
         (["--essays", "/nowhere"], "--essays /nowhere does not exist"),
         (["--tokenizer", "/nowhere"], "--tokenizer /nowhere does not exist"),
         (["--tensor-parallel", "2"], "--tensor-parallel is for --checkpoint"),
@@ -109,6 +116,76 @@ def test_bad_arguments(
     with pytest.raises(UserError, match=message):
         call(monkeypatch, *ruler_arguments(model, essay_file, tmp_path / "run", *more))
     assert not (tmp_path / "run").exists()
+
+
+def test_lengths_in_multiples_of_the_training_length(
+    model: Path, essay_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ruler_arguments(model, essay_file, tmp_path / "run", "--limit", "1")
+    at = arguments.index("--lengths")
+    arguments[at : at + 2] = ["--multiples", "2,1.5"]
+    with pytest.raises(UserError, match="--multiples needs --train-length"):
+        call(monkeypatch, *arguments)
+    with pytest.raises(UserError, match=r"--multiples 1\.5 of --train-length 511 is not a whole number of tokens"):
+        call(monkeypatch, *arguments, "--train-length", "511")
+    call(monkeypatch, *arguments, "--train-length", "512")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["lengths"], summary["train_length"]) == ([768, 1024], 512)
+
+
+def test_shards_fill_one_run_and_a_report_is_written_without_a_model(
+    model: Path, essay_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    call(monkeypatch, *ruler_arguments(model, essay_file, run, "--shard", "2/2", "--limit", "2", "--note", "In parts."))
+    assert "0 of 4 samples of shard 2/2 are done, 4 to do" in (printed := capsys.readouterr().out)
+    assert "Not complete" in printed
+    assert not json.loads((run / "summary.json").read_text())["complete"]
+    call(monkeypatch, *ruler_arguments(model, essay_file, run, "--shard", "1/2", "--note", "In parts."))
+    assert "Not complete" not in capsys.readouterr().out
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["complete"]
+    assert {path.name for path in (run / "predictions" / "niah_single_1").iterdir()} == {
+        f"{length}.{number}-of-2.0.jsonl" for length in (768, 1024) for number in (1, 2)
+    }
+    for name in ("summary.json", "summary.md", "score_vs_length.png"):
+        (run / name).unlink()
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    call(monkeypatch, "report", run)
+    assert json.loads((run / "summary.json").read_text()) == summary
+    call(monkeypatch, "report", run, "--note", "Again.", "--train-length", "1k")
+    again = json.loads((run / "summary.json").read_text())
+    assert (again["note"], again["train_length"], again["cells"]) == ("Again.", 1024, summary["cells"])
+    with pytest.raises(UserError, match="is not a run"):
+        call(monkeypatch, "report", tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_killed_command_goes_on_where_it_was(
+    model: Path, essay_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    arguments = ruler_arguments(model, essay_file, run, "--samples", "60")
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+
+    def lines() -> list[bytes]:
+        return [line for part in run.glob("predictions/*/*") for line in part.read_bytes().split(b"\n")[:-1]]
+
+    deadline = time.monotonic() + 300
+    while len(lines()) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    kept = len(lines())
+    assert 3 <= kept < 240
+    capsys.readouterr()
+    call(monkeypatch, *arguments)
+    assert f"{kept} of 240 samples are done, {240 - kept} to do" in capsys.readouterr().out
+    found = [json.loads(line) for line in lines()]
+    assert len({(record["task"], record["max_length"], record["index"]) for record in found}) == len(found) == 240
 
 
 def test_a_directory_that_is_no_model(essay_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

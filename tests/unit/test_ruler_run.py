@@ -1,8 +1,13 @@
 """Runs from prompts to records: with engines that know the answer or none, killed, continued, and on a real model."""
 
 import json
+import os
+import random
+import signal
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +15,22 @@ import pytest
 from ruler_fixtures import Killed, Mortal, Oracle, make_ruler, tiny_llama
 
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.evaluation.generation.base import Request
+from megatron_lengthgen.evaluation.generation.base import Answer, Request
 from megatron_lengthgen.evaluation.generation.huggingface import HuggingFaceGenerator
 from megatron_lengthgen.evaluation.report import summarise
 from megatron_lengthgen.evaluation.ruler.tasks import parse_tasks
 from megatron_lengthgen.evaluation.run_store import RunStore
 from megatron_lengthgen.evaluation.runner import Share, evaluate, plan, score_record, verify_prompts
+from megatron_lengthgen.evaluation.shard import Shard
 
 NAMES = ["niah_single_1", "niah_single_2", "niah_multikey_1"]
 LENGTHS = [768, 1024]
 
 
-def open_run(directory: Path, names: list[str] = NAMES, samples: int = 3) -> RunStore:
+def open_run(directory: Path, names: list[str] = NAMES, samples: int = 3, shard: Shard | None = None) -> RunStore:
     scope = {"tasks": names, "lengths": LENGTHS, "samples": samples}
-    return RunStore.open(directory, identity={"seed": 42}, scope=scope, info={"name": "run"})
+    identity = {"benchmark": "ruler", "seed": 42}
+    return RunStore.open(directory, identity=identity, scope=scope, info={"name": "run"}, shard=shard)
 
 
 def go(store: RunStore, engine: Any, names: list[str] = NAMES, samples: int = 3, share: Share | None = None) -> None:
@@ -60,9 +67,9 @@ def test_empty_answers_score_zero_and_are_counted(tmp_path: Path) -> None:
 
 def test_an_answer_cut_by_the_limit_is_marked() -> None:
     sample = make_ruler().sample(parse_tasks(["niah_single_2"])[0], 768, 0)
-    cut = score_record(sample, "all", [5] * 4, 4, "It is " + sample.outputs[0], 0.1)
+    cut = score_record(sample, "all", Answer("It is " + sample.outputs[0], 4, cut=True), 0.1)
     assert (cut["finish"], cut["score"], cut["generated_tokens"]) == ("length", 1.0, 4)
-    ended = score_record(sample, "all", [5] * 3, 4, "It is", 0.1)
+    ended = score_record(sample, "all", Answer.from_ids([5] * 3, 4, lambda ids: "It is"), 0.1)
     assert (ended["finish"], ended["score"]) == ("stop", 0.0)
 
 
@@ -94,6 +101,89 @@ def test_killed_anywhere_a_run_continues_to_the_same_records(tmp_path: Path) -> 
         killed = open_run(tmp_path / "killed")
     assert starts > 3 and contents(killed) == contents(whole)
     assert answered == 18 + (starts - 1)  # each death cost the one line that it cut, and nothing else
+
+
+def written(directory: Path) -> list[tuple[str, str, int]]:
+    """Task, length and index of every whole line of a run."""
+    found = []
+    for part in (directory / "predictions").glob("*/*.jsonl"):
+        for line in part.read_bytes().split(b"\n")[:-1]:
+            found.append((part.parent.name, part.name.split(".")[0], json.loads(line)["index"]))
+    return found
+
+
+class Slow(Oracle):
+    """Takes its time, so that a signal finds it anywhere."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[int]]]:
+        for answer in super().generate(requests):
+            time.sleep(0.004)
+            yield answer
+
+
+def fork(action: Callable[[], object]) -> int:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_processes_killed_at_random_moments_do_each_sample_once(
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    samples, directory, chance = 12, tmp_path / "run", random.Random(count)
+    whole = open_run(tmp_path / "whole", samples=samples)
+    ruler, tasks = make_ruler(), parse_tasks(NAMES)
+    evaluate(ruler, tasks, plan(whole, tasks, LENGTHS, samples), whole, Oracle(ruler.encoder))
+
+    def launch(number: int) -> None:
+        store = open_run(directory, samples=samples, shard=Shard(number, count))
+        store.repair()
+        evaluate(ruler, tasks, plan(store, tasks, LENGTHS, samples), store, Slow(ruler.encoder))
+
+    left, kills = set(range(1, count + 1)), 0
+    while left:
+        children = {fork(lambda number=number: launch(number)): number for number in left}  # type: ignore[misc]
+        # Let some lines be written, whatever the machine's speed, then strike at any moment.
+        goal = len(written(directory)) + chance.randint(1, 4)
+        deadline = time.monotonic() + 120
+        while len(written(directory)) < min(goal, len(NAMES) * len(LENGTHS) * samples):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.012))
+        for child, number in children.items():
+            os.kill(child, signal.SIGKILL)
+            if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+                left.remove(number)
+            else:
+                kills += 1
+    assert kills > 4
+    assert contents(RunStore(directory)) == contents(whole)
+    assert set(Counter(written(directory)).values()) == {1}
+
+
+@pytest.mark.parametrize("end", [b"", "ö".encode()[:1]], ids=["in a line", "in a character"])
+def test_what_a_death_cut_anywhere_runs_again(tmp_path: Path, end: bytes) -> None:
+    encoder = make_ruler().encoder
+    whole, store = (open_run(tmp_path / name, NAMES[:1]) for name in ("whole", "run"))
+    for run in (whole, store):
+        go(run, Oracle(encoder), NAMES[:1])
+    part = tmp_path / "run" / "predictions" / "niah_single_1" / "1024.0.jsonl"
+    lines = part.read_bytes().splitlines(keepends=True)
+    part.write_bytes(b"".join(lines[:2]) + lines[2][:60] + end)
+    store.close()
+    again, engine = open_run(tmp_path / "run", NAMES[:1]), Oracle(encoder)
+    assert again.repair() == 1
+    go(again, engine, NAMES[:1])
+    assert len(engine.prompts) == 1 and contents(again, NAMES[:1]) == contents(whole, NAMES[:1])
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -164,9 +254,53 @@ def test_a_full_disk_is_an_error_that_says_what_is_kept(tmp_path: Path, monkeypa
         go(store, Oracle(make_ruler().encoder))
 
 
+def test_a_quick_look_is_continued(tmp_path: Path) -> None:
+    store, engine = open_run(tmp_path / "run", samples=4), Oracle(make_ruler().encoder)
+    go(store, engine, samples=1)
+    summary = summarise(store)
+    assert not summary["complete"] and {(c["samples"], c["expected"]) for c in summary["cells"]} == {(1, 4)}
+    go(store, engine, samples=4)
+    assert summarise(store)["complete"] and len(engine.prompts) == 24
+
+
+def test_long_prompts_are_prepared_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watching(Oracle):
+        def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[int]]]:
+            sizes.append(len(requests))
+            return super().generate(requests)
+
+    sizes: list[int] = []
+    whole, store = (open_run(tmp_path / name, samples=3) for name in ("whole", "run"))
+    go(whole, Oracle(make_ruler().encoder))
+    monkeypatch.setattr("megatron_lengthgen.evaluation.runner._TOGETHER", 1600)
+    go(store, Watching(make_ruler().encoder))
+    assert sizes == [2, 1] * 3 + [1] * 9  # two of 768 tokens, one of 1,024
+    assert contents(store) == contents(whole)
+
+
+def test_a_shard_takes_and_counts_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    second = open_run(tmp_path / "run", samples=5, shard=Shard(2, 2))
+    go(second, Oracle(make_ruler().encoder), samples=5)
+    assert {tuple(found) for found in contents(second).values()} == {(1, 3)}
+    assert "all: 12/12 samples" in capsys.readouterr().out
+    first = open_run(tmp_path / "run", samples=5, shard=Shard(1, 2))
+    go(first, Oracle(make_ruler().encoder), samples=5)
+    assert "all: 18/18 samples" in capsys.readouterr().out
+    assert summarise(first)["complete"]
+
+
+def test_a_record_says_what_it_cost_and_where_the_needle_was(tmp_path: Path) -> None:
+    store = open_run(tmp_path / "run", ["niah_single_1"])
+    go(store, Oracle(make_ruler().encoder), ["niah_single_1"], share=Share(processes=4, device="NVIDIA H200"))
+    record = store.records("niah_single_1", 768)[0]
+    assert (record["processes"], record["device"]) == (4, "NVIDIA H200") and record["seconds"] > 0
+    cell = summarise(store)["cells"][0]
+    assert sum(band["samples"] for band in cell["depths"]) == 3 and cell["devices"] == ["NVIDIA H200"]
+
+
 def test_plain_progress_names_the_last_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     go(open_run(tmp_path / "run"), Oracle(make_ruler().encoder))
-    assert "niah_multikey_1 @ 1024: 18/18 samples" in capsys.readouterr().out
+    assert "all: 18/18 samples" in capsys.readouterr().out
 
 
 # -- transformers -----------------------------------------------------------------------------------------------------

@@ -1,8 +1,13 @@
 """A run on disk: continued where it stopped, refused where it disagrees."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import pytest
 
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.evaluation.run_store import RunStore
+from megatron_lengthgen.evaluation.shard import Shard
 
 IDENTITY = {"seed": 42, "model": "abc", "essays": None}
 SCOPE = {"tasks": ["niah_single_1"], "lengths": [1024], "samples": 4}
@@ -124,11 +130,16 @@ def test_other_settings_are_refused_with_both_values(
 def test_a_run_may_grow(tmp_path: Path) -> None:
     start(tmp_path / "run").close()
     more = {"tasks": ["niah_single_2", "niah_single_1"], "lengths": [1024, 2048], "samples": 8}
-    grown = start(tmp_path / "run", {**IDENTITY, "essays": "digest"}, more)
+    with pytest.raises(UserError, match="essays = None, this start has 'digest'"):
+        start(tmp_path / "run", {**IDENTITY, "essays": "digest"}, more)
+    identity = {**IDENTITY, "essays": "digest"}
+    grown = RunStore.open(tmp_path / "run", identity=identity, scope=more, info={}, grows=("essays",))
     assert grown.config()["scope"] == more
     grown.close()
     with pytest.raises(UserError, match="essays = 'digest', this start has 'other'"):
-        start(tmp_path / "run", {**IDENTITY, "essays": "other"}, more)
+        RunStore.open(
+            tmp_path / "run", identity={**IDENTITY, "essays": "other"}, scope=more, info={}, grows=("essays",)
+        )
 
 
 def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
@@ -145,6 +156,113 @@ def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+@contextlib.contextmanager
+def elsewhere(action: Callable[[], Any]) -> Iterator[str]:
+    """What ``action`` says in another process, an empty text or its error; that process lives on with the block."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            kept = action()  # noqa: F841 - a store that nobody keeps lets go of its lock
+            os.write(writer, b"\n")
+        except UserError as error:
+            os.write(writer, f"{error}\n".encode())
+        finally:
+            time.sleep(60)
+            os._exit(0)
+    os.close(writer)
+    try:
+        with open(reader, encoding="utf-8") as answer:
+            yield answer.readline().strip()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def open_shard(directory: Path, number: int, count: int) -> RunStore:
+    return RunStore.open(directory, identity=IDENTITY, scope=SCOPE, info={}, shard=Shard(number, count))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "refusal"),
+    [
+        ((1, 1), (1, 1), "another process is writing to"),
+        ((1, 1), (1, 2), "another process is writing to"),
+        ((2, 2), (1, 1), "another process is writing shard 2/2 of"),
+        ((2, 3), (1, 2), "another process is writing shard 2/3 of"),
+        ((1, 2), (1, 2), "another process is writing shard 1/2 of"),
+        ((1, 2), (2, 2), ""),
+        ((3, 16), (16, 16), ""),
+    ],
+)
+def test_what_may_run_at_once(tmp_path: Path, first: tuple[int, int], second: tuple[int, int], refusal: str) -> None:
+    with elsewhere(lambda: open_shard(tmp_path / "run", *first)) as fine:
+        assert fine == ""
+        with elsewhere(lambda: open_shard(tmp_path / "run", *second)) as said:
+            assert said.startswith(refusal) and bool(said) == bool(refusal)
+    # SIGKILL has freed all.
+    open_shard(tmp_path / "run", 1, 1).close()
+
+
+def test_a_worker_that_outlives_a_killed_run_does_not_hold_it(tmp_path: Path) -> None:
+    def open_and_fork() -> RunStore:
+        store = open_shard(tmp_path / "run", 1, 1)
+        worker = os.fork()
+        if worker == 0:
+            # It inherits the descriptor of the lock.
+            time.sleep(60)
+            os._exit(0)
+        (tmp_path / "worker").write_text(str(worker))
+        return store
+
+    with elsewhere(open_and_fork) as fine:
+        assert fine == ""
+    try:
+        with elsewhere(lambda: open_shard(tmp_path / "run", 1, 1)) as said:
+            assert said == ""
+    finally:
+        os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
+
+
+def test_shards_write_apart_and_read_together(tmp_path: Path) -> None:
+    one, two = (open_shard(tmp_path / "run", number, 12) for number in (1, 11))
+    fill(one, 0, 12)
+    fill(two, 10, part=1)
+    assert sorted(one.records("niah_single_1", 1024)) == [0, 10, 12]
+    assert (one.lines("niah_single_1", 1024), two.lines("niah_single_1", 1024)) == (2, 1)
+    assert {path.name for path in part_file(one).parent.iterdir()} == {"1024.1-of-12.0.jsonl", "1024.11-of-12.1.jsonl"}
+    part = part_file(one).with_name("1024.1-of-12.0.jsonl")
+    part.write_bytes(part.read_bytes()[:-5])
+    # Shard 11 may not touch what shard 1 could be writing at this moment.
+    assert two.repair() == 0 and one.repair() == 1
+    part.write_bytes(part.read_bytes()[:-5])
+    assert RunStore(tmp_path / "run").repair() == 1
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("megatron_lengthgen.evaluation.run_store.fcntl.lockf", none)
+    with pytest.warns(UserWarning, match="has no locks: start nothing twice on this run"):
+        store = start(tmp_path / "run")
+    fill(store, 0)
+    assert list(store.records("niah_single_1", 1024)) == [0]
+
+
+def test_half_a_surrogate_pair_in_an_answer_is_kept(tmp_path: Path) -> None:
+    store = start(tmp_path / "run")
+    with store.appending("niah_single_1", 1024, 0) as file:
+        file.write(record(0, pred="a\ud83d"))
+        file.write(record(1))
+    assert [r["pred"] for r in store.records("niah_single_1", 1024).values()] == ["a\ud83d", "7"]
+    part_file(store).write_bytes(part_file(store).read_bytes()[:-1])
+    assert store.repair() == 0
+    store.write_ruler_files([("niah_single_1", 1024)])
+    lines = (tmp_path / "run" / "ruler" / "1024" / "niah_single_1.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[0])["pred"] == "a\ud83d" and len(lines) == 2
+
+
 def test_a_directory_with_other_things_is_not_taken_over(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match=r"holds thesis.tex but no config.json"):
@@ -153,7 +271,7 @@ def test_a_directory_with_other_things_is_not_taken_over(tmp_path: Path) -> None
 
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="cannot write to --output"):
+    with pytest.raises(UserError, match="cannot write to"):
         start(tmp_path / "file")
 
 
