@@ -78,14 +78,35 @@ class PromptEncoder:
 
     def encode(self, body: str, answer_prefix: str) -> list[int]:
         """Token ids of the complete prompt."""
-        ids = self._encode(self.text(body, answer_prefix))
+        return self.lead(self._encode(self.text(body, answer_prefix)))
+
+    def lead(self, ids: list[int]) -> list[int]:
+        """``ids`` of a whole prompt with the special tokens before them, once."""
         shared = min(len(self._leading), len(ids))
         return ids if shared and ids[:shared] == self._leading else self._leading + ids
 
+    @functools.cached_property
+    def frame(self) -> tuple[str, str] | None:
+        """What :meth:`text` writes before the body, and between it and the answer prefix; None where a chat template
+        does more to a body than to stand around it."""
+        mark = "zqxj"
+        parts = self.text(mark, "").split(mark)
+        # Bodies begin with a letter and end with a mark of punctuation, so a template that trims them changes nothing.
+        probe = "Some text.\n\nTwo  words, and an end?"
+        if len(parts) != 2 or self.text(probe, " It") != f"{parts[0]}{probe}{parts[1]} It":
+            return None
+        return parts[0], parts[1]
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens."""
+        if not texts:
+            return []
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return encoded["input_ids"]
+
     def count(self, texts: list[str]) -> list[int]:
         """Number of tokens of each text, without special tokens."""
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return [len(ids) for ids in encoded["input_ids"]]
+        return [len(ids) for ids in self.encode_texts(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids, without special tokens."""

@@ -10,6 +10,7 @@ from megatron_lengthgen.evaluation.generation.base import Request
 from megatron_lengthgen.evaluation.prompt import PromptEncoder
 from megatron_lengthgen.evaluation.ruler.data import Ruler
 from megatron_lengthgen.evaluation.ruler.essays import Essays
+from megatron_lengthgen.evaluation.ruler.sources import Sources
 from megatron_lengthgen.evaluation.ruler.words import load_words
 
 ESSAY = (
@@ -58,7 +59,7 @@ def tokenizer(bos: bool = False, eos_after: bool = False) -> Any:
 def make_ruler(seed: int = 42, max_new_tokens: int | None = None, **kinds: Any) -> Ruler:
     chat = kinds.pop("chat", False)
     encoder = PromptEncoder(tokenizer(**kinds), chat=chat)
-    return Ruler(encoder, load_words(), essays(), seed=seed, max_new_tokens=max_new_tokens)
+    return Ruler(encoder, Sources(load_words(), essays()), seed=seed, max_new_tokens=max_new_tokens)
 
 
 class Oracle:

