@@ -197,7 +197,7 @@ def _rows(comparison: Mapping[str, Any]) -> list[list[str]]:
             f"{row['difference']:+.1f} [{row['low']:+.1f}, {row['high']:+.1f}]",
             f"{row['better']} / {row['worse']}",
         ]
-        for row in [*comparison["rows"], *comparison["means"]]
+        for row in [*comparison["means"], *comparison["rows"]]
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megatron_lengthgen.errors import UserError
 
-__all__ = ["from_leader", "join", "leads", "world_size"]
+__all__ = ["from_leader", "join", "leads", "rank", "world_size"]
 
 
 def world_size() -> int:
@@ -14,9 +14,14 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def rank() -> int:
+    """The number of this process among them, from 0."""
+    return int(os.environ.get("RANK", 0))
+
+
 def leads() -> bool:
     """Whether this process speaks for all: opens the run, shows progress, writes the report."""
-    return int(os.environ.get("RANK", 0)) == 0
+    return rank() == 0
 
 
 def join(megatron: bool) -> None:

@@ -37,6 +37,8 @@ class Run:
 def score_vs_length(path: Path, runs: Sequence[Run], train_length: int | None = None, title: str = "") -> None:
     """Draw one panel for a single run with all its curves, or one panel per curve with all runs, as PNG.
 
+    A single run with more curves than there are colours also gets a panel for each.
+
     Args:
         runs: one run, or several to compare.
         train_length: drawn as a vertical line; the axis above then counts in multiples of it.
@@ -46,7 +48,7 @@ def score_vs_length(path: Path, runs: Sequence[Run], train_length: int | None = 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    if len(runs) == 1:
+    if len(runs) == 1 and len(runs[0].lines) <= len(_COLOURS):
         panels = {"": [(name, points) for name, points in runs[0].lines.items()]}
     else:
         names = dict.fromkeys(name for run in runs for name in run.lines)
