@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,9 @@ def import_model(
     ``--pretrained-checkpoint`` start from it at iteration 0 on any tensor and pipeline size, and ``hf/`` with the
     source's configuration and tokenizer. It appears under ``destination`` only when it is complete.
 
-    One process does it, with the model in memory once and one parameter's tensors beside it. It sets Megatron's global
-    arguments and process groups of this process.
+    One process does it. The weights lie in temporary files beside the result until it is written, so that a model
+    larger than the memory can be imported; the disk needs room for it twice. It sets Megatron's global arguments and
+    process groups of this process.
 
     Args:
         source: local Hugging Face directory or hub id.
@@ -87,7 +89,7 @@ def import_model(
         return False
     opened.check(entries, tied=not values["untie_embeddings_and_output_weights"])
 
-    check_space(destination, _size(values, entries, dtype))
+    check_space(destination, 2 * _size(values, entries, dtype))  # temporary files, and the result
 
     with replacing_directory(destination, replaces) as temporary:
         huggingface.copy_side_files(opened.root, temporary / load.HUGGING_FACE)
@@ -196,12 +198,23 @@ def _save(
     prepare_saving()
     initialize(args)
     chunks = build_model(args)
-    _fill(dict(unwrap_model(chunks)[0].named_parameters()), entries, opened, progress)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            save_checkpoint(0, chunks, None, None, 0, release=True)
-    except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        raise UserError(f"the checkpoint could not be written to {directory.parent}: {reason(error)}") from error
+    parameters = dict(unwrap_model(chunks)[0].named_parameters())
+    with tempfile.TemporaryDirectory(prefix=".weights", dir=directory) as files:
+        _move_to_files(parameters, Path(files))
+        _fill(parameters, entries, opened, progress)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                save_checkpoint(0, chunks, None, None, 0, release=True)
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+            raise UserError(f"the checkpoint could not be written to {directory.parent}: {reason(error)}") from error
+
+
+def _move_to_files(parameters: dict[str, torch.nn.Parameter], directory: Path) -> None:
+    """Back parameters, which hold nothing yet, by files: what is written leaves memory whenever the system needs it."""
+    for number, parameter in enumerate(parameters.values()):
+        file = str(directory / str(number))
+        flat = torch.from_file(file, shared=True, size=parameter.numel(), dtype=parameter.dtype)
+        parameter.data = flat.view_as(parameter)
 
 
 def _fill(
