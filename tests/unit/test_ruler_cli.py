@@ -249,14 +249,19 @@ def test_a_fingerprint_follows_the_weights_and_not_the_place(tmp_path: Path, pla
 
 
 def test_two_processes_share_a_run(model: Path, essay_file: Path, tmp_path: Path) -> None:
-    arguments = [str(a) for a in ruler_arguments(model, essay_file, tmp_path / "run", "--samples", "3")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, str(TOOL), *arguments], capture_output=True, text=True, env=environment, timeout=300, check=False
-    )
+    def launch(*more: str) -> subprocess.CompletedProcess[str]:
+        arguments = [str(a) for a in ruler_arguments(model, essay_file, tmp_path / "run", "--samples", "3", *more)]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [*launcher, str(TOOL), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+
+    done = launch()
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["complete"]
     parts = {path.name for path in (tmp_path / "run" / "predictions" / "niah_single_1").iterdir()}
     assert parts == {"768.0.jsonl", "768.1.jsonl", "1024.0.jsonl", "1024.1.jsonl"}
     assert done.stdout.count("Results will be in") == 1
+    refused = launch("--seed", "7")
+    assert refused.returncode != 0 and refused.stderr.count("seed = 42, this start has 7") == 1
+    assert "Error" not in refused.stderr.split("seed = 42, this start has 7")[0]
