@@ -43,7 +43,13 @@ def spread(mean: float, count: int = 20) -> list[float]:
 
 
 def evaluation(
-    multiple: float, accuracy: Accuracy, *, step: int = 100, scale: float = 1.0, loss: float = 0.1, error: float = 0.0
+    multiple: float,
+    accuracy: Accuracy,
+    *,
+    step: int = 100,
+    scale: float | str = 1.0,
+    loss: float = 0.1,
+    error: float = 0.0,
 ) -> dict[str, Any]:
     scores = spread(accuracy) if isinstance(accuracy, float) else list(accuracy)
     entry = {"step": step, "attention_scale": scale, "length": round(64 * multiple), "accuracy": scores}
@@ -306,6 +312,22 @@ def test_a_gain_that_sharpening_gives_too_is_shown_as_such() -> None:
     gains = [vpad[key]["mean"] for key in ("gain", "gain_over_sharpened", "gain_both_at_best")]
     assert gains == pytest.approx([0.6, 0.0, 0.1])
     assert norm["gain_both_at_best"]["mean"] == pytest.approx(-0.3)
+
+
+def test_a_scale_that_grows_with_the_position_stands_beside_the_numbers(tmp_path: Path) -> None:
+    scores = {"log": (0.9, 0.8), 2.0: (0.4, 0.8), 1.0: (0.2, 0.8)}
+    cells = [
+        cell(name, seed, [evaluation(32, pair[place], scale=scale) for scale, pair in scores.items()])
+        for place, name in enumerate(("none", "vpad"))
+        for seed in (0, 1)
+    ]
+    none, vpad = summarise(cells)["attention_scale"]
+    assert [entry["scale"] for entry in none["scales"]] == [1.0, 2.0, "log"]
+    assert none["best_scale"] == "log" and vpad["best_scale"] == 1.0  # of equal ones the number nearest to 1
+    assert vpad["gain_over_sharpened"]["mean"] == pytest.approx(-0.1)
+    write_report(cells, tmp_path)
+    assert "| at 32x | x 1.0 | x 2.0 | x log |" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "attention_scale.png").stat().st_size > 0
 
 
 def test_variants_of_equal_cost_are_matched() -> None:
