@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MegatronGenerator"]
 
-_SMALLEST_CHUNK, _LARGEST_CHUNK = 512, 2048
+_PREFILL_CHUNK = 2048
 _DEFAULT_SEQUENCES = 4
 
 
@@ -38,8 +38,8 @@ class MegatronGenerator:
         max_batch_tokens: tokens for which caches are held at the same time, over all sequences that decode together;
             None for four times ``max_length``. A token takes ``2 * layers * num_query_groups * kv_channels`` values,
             spread over the tensor parallel group; fewer where layers have windows.
-        prefill_chunk: most tokens of a prompt that go through the model at once; None for an eighth of ``max_length``
-            (up to the next power of two), at least 512 and at most 2048. Smaller chunks share more.
+        prefill_chunk: most tokens of a prompt that go through the model at once; None for 2048. Smaller chunks share
+            more of prompts that start alike, and take longer (a tenth for 512 on a CPU).
         share_prefixes: read what prompts have in common once.
         vocab_size: ids from here on are padding of the embedding and never chosen; None where there is no padding.
 
@@ -65,7 +65,7 @@ class MegatronGenerator:
         self._run = CachedForward(
             model,
             max_length=max_length,
-            prefill_chunk=_default_chunk(max_length) if prefill_chunk is None else prefill_chunk,
+            prefill_chunk=_PREFILL_CHUNK if prefill_chunk is None else prefill_chunk,
             vocab_size=vocab_size,
         )
         self._share_prefixes = share_prefixes
@@ -275,10 +275,6 @@ class _Sequence:
 
 def _capacity(request: Request) -> int:
     return len(request.prompt_ids) + request.max_new_tokens
-
-
-def _default_chunk(max_length: int) -> int:
-    return min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, (1 << (max_length - 1).bit_length()) // 8))
 
 
 def _check_sizes(max_length: int, max_batch_tokens: int | None, prefill_chunk: int | None) -> None:
