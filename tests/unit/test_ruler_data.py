@@ -26,8 +26,8 @@ LENGTH = 1024
 
 def test_single_needle_question_is_worded_in_the_singular() -> None:
     drawn = niah.Draw(("k",), ("old-hat",), ("n",), (0,), "old-hat", ("1234567",))
-    body, prefix = niah.question(TASKS["niah_single_2"], drawn, "CONTEXT")
-    assert body == (
+    pieces, prefix = niah.question(TASKS["niah_single_2"], drawn, ["CONTEXT"])
+    assert "".join(pieces) == (
         "A special magic number is hidden within the following text. Make sure to memorize it. "
         "I will quiz you about the number afterwards.\nCONTEXT\n"
         "What is the special magic number for old-hat mentioned in the provided text?"
@@ -37,8 +37,8 @@ def test_single_needle_question_is_worded_in_the_singular() -> None:
 
 def test_question_with_several_answers_is_worded_in_the_plural() -> None:
     drawn = niah.Draw(("k",), ("a-b", "c-d"), ("n",), (0,), "a-b, and c-d", ("1", "2"))
-    body, prefix = niah.question(TASKS["niah_multiquery"], drawn, "CONTEXT")
-    assert body == (
+    pieces, prefix = niah.question(TASKS["niah_multiquery"], drawn, ["CON", "TEXT"])
+    assert "".join(pieces) == (
         "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
         "I will quiz you about the numbers afterwards.\nCONTEXT\n"
         "What are all the special magic numbers for a-b, and c-d mentioned in the provided text?"
@@ -71,9 +71,10 @@ def test_essay_needles_stand_between_sentences_at_the_drawn_depths() -> None:
     task, ruler = TASKS["niah_multikey_1"], make_ruler()
     seen = set()
     for index in range(30):
-        drawn = niah.draw(task, ruler.words, ("t", index))
+        drawn = niah.draw(task, ruler.sources.words, ("t", index))
         size = 150 + index
-        text, depths = niah.context(task, drawn, size, essays(), ruler.words)
+        pieces, depths = niah.context(task, drawn, size, essays(), ruler.sources.words)
+        text = "".join(pieces)
         sentences = essays().first(size)
         assert sorted(drawn.needles, key=text.index) == list(drawn.needles)
         for needle in drawn.needles:
@@ -91,9 +92,9 @@ def test_essay_needles_stand_between_sentences_at_the_drawn_depths() -> None:
 def test_a_needle_at_depth_zero_follows_a_space() -> None:
     # The empty stretch before it is joined with a space, as in RULER; a byte less would be another prompt.
     ruler, task = make_ruler(), TASKS["niah_single_2"]
-    drawn = next(d for d in (niah.draw(task, ruler.words, ("z", i)) for i in range(500)) if _depth(d) == 0)
-    text, _ = niah.context(task, drawn, 50, essays(), ruler.words)
-    assert text.startswith(" " + drawn.needles[0] + " A good idea")
+    drawn = next(d for d in (niah.draw(task, ruler.sources.words, ("z", i)) for i in range(500)) if _depth(d) == 0)
+    pieces, _ = niah.context(task, drawn, 50, essays(), ruler.sources.words)
+    assert "".join(pieces).startswith(" " + drawn.needles[0] + " A good idea")
 
 
 def _depth(drawn: niah.Draw) -> int:
@@ -101,7 +102,7 @@ def _depth(drawn: niah.Draw) -> int:
     return round(100 * depths[0])
 
 
-@pytest.mark.parametrize("name", list(TASKS))
+@pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("niah")])
 def test_every_answer_is_in_the_prompt_once_and_keys_differ(name: str) -> None:
     task, ruler = TASKS[name], make_ruler()
     for index in range(4):
@@ -216,16 +217,16 @@ class _Steps:
 @pytest.mark.parametrize(("per_unit", "offset"), [(2, 0), (3, 10), (1, 57), (2, -1)])
 def test_fit_is_never_over_and_nearly_full_whatever_the_estimate(per_unit: int, offset: int) -> None:
     for budget in (100, 997, 5000):
-        encoded: list[int] = []
+        counted: list[int] = []
 
-        def encode(size: int, into: list[int] = encoded) -> list[int]:
+        def count(size: int, into: list[int] = counted) -> int:
             into.append(size)
-            return [0] * (size * per_unit + offset)
+            return size * per_unit + offset
 
-        result = fit(encode, _Steps(), budget)
-        assert len(result.ids) == result.size * per_unit + offset <= budget
-        assert len(result.ids) >= 0.97 * budget
-        assert result.encodings == len(encoded) <= 13
+        result = fit(count, _Steps(), budget)
+        assert result.tokens == result.size * per_unit + offset <= budget
+        assert result.tokens >= 0.97 * budget
+        assert result.counts == len(counted) <= 13
 
 
 # -- draws ------------------------------------------------------------------------------------------------------------
