@@ -56,6 +56,11 @@ def check(arguments: Namespace) -> None:
         for name, default in defaults.items():
             if getattr(arguments, name) != default:
                 raise UserError(f"--{name.replace('_', '-')} is for --checkpoint; {why}")
+    if arguments.openai:
+        from .generation.openai import completions_url
+
+        completions_url(arguments.openai)
+        positive("--concurrency", arguments.concurrency)
     if arguments.openai and not arguments.model:
         raise UserError("--openai needs --model: the name under which the server offers the model")
     if arguments.model and not arguments.openai:

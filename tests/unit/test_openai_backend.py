@@ -2,9 +2,13 @@
 
 import http.server
 import json
+import re
+import runpy
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,7 +234,7 @@ def test_a_server_that_is_always_slow(server: Server, encoder: PromptEncoder) ->
             fail(400, {"message": "maximum context length is 4"}),
             "request 0 needs .* of prompt and 8 of answer, too many",
         ),
-        (fail(422, {"detail": [{"msg": "prompt must be a string"}]}), "must be a string.*send prompts as text"),
+        (fail(422, {"detail": [{"msg": "prompt must be a string"}]}), "must be a string.*send text"),
         (fail(302, ""), "refuses request 0 .status 302"),
         (fail(200, {"error": "no"}), r"without choices\[0\].text .*is it an OpenAI-compatible"),
         (fail(200, {"choices": []}), "without choices"),
@@ -274,6 +278,33 @@ def test_an_error_ends_the_run_without_waiting_for_the_rest(server: Server, enco
     with pytest.raises(UserError, match="status 401"):
         ask(server, encoder, fail(401), say("", wait=5.0), requests=50, concurrency=4)
     assert time.monotonic() - start < 4 and len(server.seen) <= 4
+
+
+def test_a_run_through_the_command_line(
+    server: Server, encoder: PromptEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server reads the needle out of each prompt and says nothing to the last one; the report counts both."""
+
+    def read_needle(handler: Handler, body: dict[str, Any]) -> None:
+        found = re.findall(r"is: (\d+)\.", encoder.decode(body["prompt"]))
+        empty = len(server.seen) == 4
+        say("" if empty else f" {found[0]}.", completion_tokens=0 if empty else 9)(handler, body)
+
+    server.script = [read_needle]
+    encoder.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    command = ["eval_longctx.py", "ruler", "--openai", server.url, "--model", "m", "--concurrency", "1"]
+    command += ["--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "run"), "--samples", "4"]
+    command += ["--tasks", "niah_single_1", "--lengths", "768"]
+    tool = str(Path(__file__).parents[2] / "tools" / "eval_longctx.py")
+    monkeypatch.setattr(sys, "argv", command)
+    runpy.run_path(tool)["main"]()
+    [cell] = json.loads((tmp_path / "run" / "summary.json").read_text())["cells"]
+    assert (cell["score"], cell["empty"], cell["stopped_by_limit"]) == (75.0, 1, 0)
+    for bad, words in ((("--openai", "localhost"), "must be like http"), (("--concurrency", "0"), "--concurrency")):
+        monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "none"), *bad])
+        with pytest.raises(UserError, match=words):
+            runpy.run_path(tool)["main"]()
+    assert len(server.seen) == 4 and not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/completions"])

@@ -139,7 +139,7 @@ class OpenAIGenerator:
         text = self._decode(ids)
         if self.encoder.tokenizer.encode(text, add_special_tokens=False, verbose=False) != ids:
             raise UserError(
-                f"the text of prompt {position} gives other token ids than the prompt has: send token ids instead"
+                f"the text of prompt {position} gives other token ids than the prompt has: send ids (--prompt-as ids)"
             )
         return text
 
@@ -201,7 +201,7 @@ class OpenAIGenerator:
                 f"answer, too many for {self.url} ({said}): start the server with a longer context, or ask for shorter "
                 "lengths"
             )
-        hint = "" if self.as_text else "; if it takes no token ids, send prompts as text"
+        hint = "" if self.as_text else "; if it takes no token ids, send text (--prompt-as text)"
         return UserError(f"{self.url} refuses request {position} ({said}){hint}")
 
     def _read(self, position: int, request: Request, stops: Sequence[str], reply: Any) -> Answer:
