@@ -95,6 +95,16 @@ class Progress:
 
     def update(self, task: str | None, label: str, done: Mapping[str, Amount]) -> None:
         """Say what is being done, of which task, and how much is finished of each."""
+        self._advance(task, done)
+        if self._bar is not None or time.monotonic() - self._printed >= _PLAIN_INTERVAL:
+            self._show(label)
+
+    def finish(self, done: Mapping[str, Amount]) -> None:
+        """Show the last state."""
+        self._advance(None, done)
+        self._show("all")
+
+    def _advance(self, task: str | None, done: Mapping[str, Amount]) -> None:
         now = time.monotonic()
         if self._task is not None:
             self._rows[self._task].seconds += now - self._updated
@@ -102,20 +112,12 @@ class Progress:
         for name, row in self._rows.items():
             row.done = done[name]
         self._all.done, self._all.seconds = _sum(done), now - self._started
-        self._show(label)
-
-    def finish(self, done: Mapping[str, Amount]) -> None:
-        """Show the last state."""
-        self.update(None, "all", done)
-        if self._visible and self._bar is None:
-            self._print("all")
 
     def _show(self, label: str) -> None:
         if not self._visible:
             return
         if self._bar is None:
-            if time.monotonic() - self._printed >= _PLAIN_INTERVAL:
-                self._print(label)
+            self._print(label)
             return
         for task, row in self._rows.items():
             self._bar.update(
