@@ -1,14 +1,17 @@
 """Tokenizers, engines and models that several test files share."""
 
 import functools
+import json
 import re
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_lengthgen.evaluation.generation.base import Request
 from megatron_lengthgen.evaluation.prompt import PromptEncoder
 from megatron_lengthgen.evaluation.ruler.data import Ruler
+from megatron_lengthgen.evaluation.ruler.documents import Documents, load_hotpotqa, load_squad
 from megatron_lengthgen.evaluation.ruler.essays import Essays
 from megatron_lengthgen.evaluation.ruler.sources import Sources
 from megatron_lengthgen.evaluation.ruler.words import load_words
@@ -32,13 +35,14 @@ def essays() -> Essays:
     return Essays.from_text(ESSAY)
 
 
-def tokenizer(bos: bool = False, eos_after: bool = False) -> Any:
-    """A byte-level BPE trained on the essay; ``bos`` and ``eos_after`` make it add those tokens to a text."""
+def tokenizer(bos: bool = False, eos_after: bool = False, across_words: bool = False) -> Any:
+    """A byte-level BPE trained on the essay; ``bos`` and ``eos_after`` make it add those tokens to a text, and with
+    ``across_words`` its tokens pay no heed to where words end."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not across_words)
     inner.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>", "<|turn|>", "<|end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -56,10 +60,68 @@ def tokenizer(bos: bool = False, eos_after: bool = False) -> Any:
     return made
 
 
-def make_ruler(seed: int = 42, max_new_tokens: int | None = None, **kinds: Any) -> Ruler:
-    chat = kinds.pop("chat", False)
+#: SQuAD v2.0 as its file is: two articles, one question that has no answer.
+SQUAD = {
+    "version": "v2.0",
+    "data": [
+        {
+            "title": title,
+            "paragraphs": [
+                {
+                    "context": f"{title} part {part}. " + " ".join(ESSAY.split(". ")[part : part + 2 + part % 3]),
+                    "qas": [
+                        {
+                            "question": f"What is part {part} of {title}?",
+                            "answers": [{"text": f"{title} {part}", "answer_start": 0}, {"text": title}],
+                            "is_impossible": False,
+                        },
+                        {"question": f"What is not in {title} {part}?", "answers": [], "is_impossible": True},
+                    ],
+                }
+                for part in range(6)
+            ],
+        }
+        for title in ("Alpha", "Beta", "Gamma")
+    ],
+}
+
+#: HotpotQA as its file is: questions with ten pages each, in sentences.
+HOTPOTQA = [
+    {
+        "question": f"Who wrote {number}?",
+        "answer": f"Author {number}",
+        "context": [[f"Page {number}.{page}", ["It is old.", f" It is by author {page}."]] for page in range(10)],
+    }
+    for number in range(4)
+]
+
+
+def sources() -> Sources:
+    return Sources(load_words(), essays(), squad_documents(), hotpotqa_documents())
+
+
+@functools.cache
+def squad_documents() -> Documents:
+    return _loaded(load_squad, SQUAD)
+
+
+@functools.cache
+def hotpotqa_documents() -> Documents:
+    return _loaded(load_hotpotqa, HOTPOTQA)
+
+
+def _loaded(load: Callable[[str], Documents], value: Any) -> Documents:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "data.json"
+        file.write_text(json.dumps(value), encoding="utf-8")
+        return load(str(file))
+
+
+def make_ruler(
+    seed: int = 42, max_new_tokens: int | None = None, chat: bool = False, splice: bool = True, **kinds: Any
+) -> Ruler:
     encoder = PromptEncoder(tokenizer(**kinds), chat=chat)
-    return Ruler(encoder, Sources(load_words(), essays()), seed=seed, max_new_tokens=max_new_tokens)
+    return Ruler(encoder, sources(), seed=seed, max_new_tokens=max_new_tokens, splice=splice)
 
 
 class Oracle:

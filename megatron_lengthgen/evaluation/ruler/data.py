@@ -23,6 +23,8 @@ __all__ = ["DATA_VERSION", "Ruler", "Sample"]
 
 #: A length this many times what the first sample needs at least has room for every sample.
 _ALIKE = 8
+#: A prompt that leaves more of the length unused than this is filled as far as the task permits.
+_FULL = 0.97
 #: The prompt on which a task's splicing is tried.
 _PROBE_LENGTH, _PROBE_SIZE = 4096, 120
 
@@ -133,18 +135,25 @@ class Ruler:
         Raises:
             UserError: naming the smallest length that works for all of them.
         """
-        reserve, splicer = self._reserve(task), self._splicer_of(task)
+        reserve, length = self._reserve(task), max_length
+        # Other lengths have other questions, so a length that is named is tried first.
+        while (needed := self._shortest(task, length, samples)) + reserve > length:
+            length = needed + reserve
+        if length > max_length:
+            raise _too_small(task, max_length, length - reserve, reserve)
 
-        def shortest(index: int) -> int:
+    def _shortest(self, task: Task, max_length: int, samples: int) -> int:
+        """Tokens of the longest among the shortest prompts of the first ``samples`` samples."""
+
+        def count(index: int) -> int:
             question = self._question(task, max_length, index)
-            return _Measured(question, self.encoder, splicer).count(question.minimum)
+            return _Measured(question, self.encoder, self._splicer_of(task)).count(question.minimum)
 
-        needed = shortest(0)
+        first = count(0)
         # Questions of one task differ in length, but not so much.
-        if _ALIKE * (needed + reserve) > max_length:
-            needed = max(needed, *(shortest(index) for index in range(samples)))
-        if needed + reserve > max_length:
-            raise _too_small(task, max_length, needed, reserve)
+        if _ALIKE * (first + self._reserve(task)) <= max_length:
+            return first
+        return max(map(count, range(samples)))
 
     def _reserve(self, task: Task) -> int:
         return max(self.new_tokens(task), task.tokens_to_generate)
@@ -176,7 +185,10 @@ class Ruler:
 
     def _fit(self, task: Task, max_length: int, measured: "_Measured", budget: int) -> Fitted:
         if isinstance(task, Niah):
-            return fit(measured.count, self._filler(task), budget)
+            found = fit(measured.count, self._filler(task), budget)
+            if found.tokens > budget or found.tokens + max_length - budget >= _FULL * max_length:
+                return found
+            return largest(measured.count, measured.question.minimum, budget, found.size)
         cell = (task.name, max_length)
         if cell not in self._guesses:
             # Always that of the first sample, so that nothing depends on which sample is made first.
