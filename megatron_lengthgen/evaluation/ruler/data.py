@@ -29,7 +29,7 @@ _FULL = 0.97
 _PROBE_LENGTH, _PROBE_SIZE = 4096, 120
 
 #: Raise when the same seed would give other prompts than before.
-DATA_VERSION = 1
+DATA_VERSION = 2
 
 
 @dataclass(frozen=True)
