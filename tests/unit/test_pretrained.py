@@ -54,6 +54,7 @@ def test_the_same_model_says_nothing(check) -> None:
     assert check(model(**WINDOWS, lengthgen={"attention": {"window": 512}}), **WINDOWS) is None
     assert check(model(rotary_base=500000)) is None
     assert check(model(pretrained_checkpoint=None), hidden_size=32) is None
+    assert check(model(padded_vocab_size=None)) is None
     assert check(model(hybrid_layer_pattern="*-|*-"), hybrid_layer_pattern="*-*-") is None
 
 
