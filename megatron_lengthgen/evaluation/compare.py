@@ -10,8 +10,8 @@ from megatron_lengthgen.files import write_json, write_text
 from . import plot
 from .benchmark import find_benchmark
 from .lengths import length_name
-from .report import curves, markdown_table, mean_label, show, summarise
-from .run_store import RunStore
+from .report import curves, markdown_table, show, summarise
+from .run_store import RunStore, expected_samples
 from .statistics import paired_bootstrap
 
 __all__ = ["COMPARISON_FILES", "compare", "print_comparison", "write_comparison"]
@@ -82,6 +82,7 @@ def _pair(first: RunStore, second: RunStore) -> dict[str, Any]:
     scopes = [config["scope"] for config in configs]
     tasks = [task for task in scopes[0]["tasks"] if task in scopes[1]["tasks"]]
     lengths = sorted(set(scopes[0]["lengths"]) & set(scopes[1]["lengths"]))
+    benchmark = find_benchmark(old.get("benchmark"))
     rows: list[dict[str, Any]] = []
     means: list[dict[str, Any]] = []
     other_prompts = pairs = unfinished = 0
@@ -90,7 +91,9 @@ def _pair(first: RunStore, second: RunStore) -> dict[str, Any]:
         differences: list[list[float]] = []
         for task in tasks:
             a, b = first.records(task, length), second.records(task, length)
-            unfinished += any(scope["samples"] > len(found) for scope, found in zip(scopes, (a, b), strict=True))
+            unfinished += any(
+                expected_samples(scope, task, length) > len(found) for scope, found in zip(scopes, (a, b), strict=True)
+            )
             shared = sorted(a.keys() & b.keys())
             if not shared:
                 continue
@@ -100,9 +103,18 @@ def _pair(first: RunStore, second: RunStore) -> dict[str, Any]:
             scores = [sum(run[i]["score"] for i in shared) / len(shared) for run in (a, b)]
             here.append(_row(task, length, differences[-1:], scores))
         if len(tasks) > 1 and here:
-            scores = [sum(row[key] for row in here) / len(here) / 100 for key in ("baseline", "score")]
-            of = len(find_benchmark(old.get("benchmark")).tasks)
-            means.append(_row("mean", length, differences, scores) | {"tasks": len(here), "of": of})
+            present = [row["task"] for row in here]
+            weights = benchmark.weights(present)
+            scores = [
+                sum(w * row[key] for w, row in zip(weights, here, strict=True)) / 100 for key in ("baseline", "score")
+            ]
+            counts = {
+                "label": benchmark.mean_label(present),
+                "tasks": len(benchmark.groups(present)),
+                "of": benchmark.of,
+            }
+            if counts["tasks"]:
+                means.append(_row("mean", length, differences, scores, weights) | counts)
         rows += here
     if not rows:
         raise UserError(
@@ -129,8 +141,17 @@ def _pair(first: RunStore, second: RunStore) -> dict[str, Any]:
     }
 
 
-def _row(task: str, length: int, differences: Sequence[Sequence[float]], scores: Sequence[float]) -> dict[str, Any]:
-    mean, low, high = paired_bootstrap(differences)
+def _row(
+    task: str,
+    length: int,
+    differences: Sequence[Sequence[float]],
+    scores: Sequence[float],
+    weights: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    if weights is not None:
+        counted = [(values, weight) for values, weight in zip(differences, weights, strict=True) if weight]
+        differences, weights = [values for values, _ in counted], [weight for _, weight in counted]
+    mean, low, high = paired_bootstrap(differences, weights=weights)
     flat = [value for task_differences in differences for value in task_differences]
     return {
         "task": task,
@@ -179,7 +200,7 @@ def _only(summary: Mapping[str, Any], tasks: list[str]) -> dict[str, Any]:
     """A summary's curves for these tasks; its mean only where it is over exactly these."""
     if set(summary["tasks"]) == set(tasks):
         return dict(summary)
-    return {**summary, "tasks": tasks, "means": []}
+    return {**summary, "tasks": tasks, "means": [], "over": 0}
 
 
 def _header(result: Mapping[str, Any], comparison: Mapping[str, Any]) -> list[str]:
@@ -189,7 +210,7 @@ def _header(result: Mapping[str, Any], comparison: Mapping[str, Any]) -> list[st
 def _rows(comparison: Mapping[str, Any]) -> list[list[str]]:
     return [
         [
-            row["task"] if row["task"] != "mean" else mean_label(row["tasks"], row["of"]),
+            row.get("label", row["task"]),
             length_name(row["length"]),
             str(row["pairs"]),
             f"{row['baseline']:.1f}",

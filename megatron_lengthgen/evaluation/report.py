@@ -8,7 +8,7 @@ from megatron_lengthgen.files import write_json, write_text
 from . import plot
 from .benchmark import Benchmark, find_benchmark
 from .lengths import length_name
-from .run_store import RunStore
+from .run_store import RunStore, expected_samples
 from .statistics import mean_interval, wilson
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "describe_cell",
     "effective_length",
     "markdown_table",
-    "mean_label",
     "print_table",
     "show",
     "summarise",
@@ -64,6 +63,20 @@ def describe_cell(task: str, length: int, records: Mapping[int, Mapping[str, Any
         "tokens_per_second": round((prompt_tokens + new_tokens) / seconds, 1) if seconds else None,
         "devices": sorted({record["device"] for record in wanted if "device" in record}),
         "depths": _depths(wanted),
+        "cut": _cut(wanted),
+    }
+
+
+def _cut(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How many prompts were cut to fit, what they lost on average, and how many lost a reference; None without any."""
+    cut = [record for record in records if record.get("cut_tokens")]
+    if not cut:
+        return None
+    tokens = sum(record["cut_tokens"] for record in cut) / len(cut)
+    return {
+        "prompts": len(cut),
+        "mean_tokens": round(tokens, 1),
+        "lost": sum(record["lost_references"] > 0 for record in cut),
     }
 
 
@@ -92,26 +105,33 @@ def summarise(store: RunStore, note: str | None = None, train_length: int | None
     benchmark = find_benchmark(config["identity"].get("benchmark"))
     lengths = sorted(scope["lengths"])
     cells = [
-        describe_cell(task, length, store.records(task, length), scope["samples"])
+        describe_cell(task, length, store.records(task, length), expected_samples(scope, task, length))
         for length in lengths
         for task in scope["tasks"]
     ]
-    means = [_mean_over_tasks(length, [c for c in cells if c["length"] == length], benchmark) for length in lengths]
+    parts = [_parts(length, [c for c in cells if c["length"] == length], benchmark) for length in lengths]
+    means = [_mean(length, here, benchmark) for length, here in zip(lengths, parts, strict=True)]
+    over = len(benchmark.groups(scope["tasks"]))
+    answered = [task for task in scope["tasks"] if task not in benchmark.derived]
     return {
         "benchmark": benchmark.name,
         "name": info.get("name", store.directory.name),
         "note": note or info.get("note"),
         "train_length": train_length or info.get("train_length"),
         "tasks": scope["tasks"],
-        "of": len(benchmark.tasks),
+        "labels": info.get("labels", {}),
+        "of": benchmark.of,
+        "over": over,
+        "mean_label": benchmark.mean_label(scope["tasks"]),
         "lengths": lengths,
         "samples": scope["samples"],
         "complete": all(cell["samples"] == cell["expected"] for cell in cells),
         "cells": cells,
+        "categories": [part for here in parts for part in here] if benchmark.categories else [],
         "means": means,
-        "averages": averages(means, len(scope["tasks"]), benchmark),
+        "averages": averages(means, over, benchmark),
         "effective_length": effective_length(means, benchmark),
-        "answers": [_answers(task, [c for c in cells if c["task"] == task]) for task in scope["tasks"]],
+        "answers": [_answers(task, [c for c in cells if c["task"] == task]) for task in answered],
         "cost": _cost(cells),
         "intervals": INTERVAL_NOTE,
         "identity": config["identity"],
@@ -119,14 +139,27 @@ def summarise(store: RunStore, note: str | None = None, train_length: int | None
     }
 
 
-def _mean_over_tasks(length: int, cells: Sequence[Mapping[str, Any]], benchmark: Benchmark) -> dict[str, Any]:
-    scored = [cell for cell in cells if cell["score"] is not None]
-    mean = {
-        "length": length,
-        "tasks": len(scored),
-        "of": len(benchmark.tasks),
-        "complete": all(cell["samples"] == cell["expected"] for cell in cells),
-    }
+def _parts(length: int, cells: Sequence[Mapping[str, Any]], benchmark: Benchmark) -> list[dict[str, Any]]:
+    """What the mean at a length is taken over: each task, or each category as the mean of its tasks."""
+    by_task = {cell["task"]: cell for cell in cells}
+    parts = []
+    for name, tasks in benchmark.groups(by_task).items():
+        scored = [by_task[task] for task in tasks if by_task[task]["score"] is not None]
+        of = len(benchmark.categories.get(name, tasks))
+        whole = all(by_task[task]["samples"] == by_task[task]["expected"] for task in tasks)
+        part = {"category": name, "length": length, "tasks": len(scored), "of": of, "complete": whole}
+        parts.append(part | (_estimate(scored) if benchmark.categories else _raw(by_task[name])))
+    return parts
+
+
+def _raw(cell: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: cell[name] for name in ("score", "low", "high")}
+
+
+def _mean(length: int, parts: Sequence[Mapping[str, Any]], benchmark: Benchmark) -> dict[str, Any]:
+    scored = [part for part in parts if part["score"] is not None]
+    complete = all(part["complete"] for part in parts)
+    mean = {"length": length, "tasks": len(scored), "of": benchmark.of, "complete": complete}
     return mean | _estimate(scored)
 
 
@@ -143,15 +176,15 @@ def averages(means: Sequence[Mapping[str, Any]], tasks: int, benchmark: Benchmar
     """Averages over lengths: plain, and with weights that rise or fall by one from each length to the next.
 
     RULER's ``Avg.``, ``wAvg. (inc)`` and ``wAvg. (dec)``, which it takes over 4K to 128K with weights 1 to 6. None
-    where there is one length only, or a task has no sample yet at some length.
+    where there is one length only, a task has no sample yet at some length, or the benchmark has no such averages.
     """
-    if len(means) < 2 or any(mean["tasks"] < tasks for mean in means):
+    if not benchmark.lengths or len(means) < 2 or any(mean["tasks"] < tasks for mean in means):
         return None
     rising = list(range(1, len(means) + 1))
     return {
         "lengths": [mean["length"] for mean in means],
         "tasks": tasks,
-        "of": len(benchmark.tasks),
+        "of": benchmark.of,
         "benchmark_lengths": tuple(mean["length"] for mean in means) == benchmark.lengths,
         "average": _estimate(means),
         "increasing": _estimate(means, rising),
@@ -227,16 +260,17 @@ def write_report(store: RunStore, note: str | None = None, train_length: int | N
 
 def curves(summary: Mapping[str, Any]) -> plot.Run:
     """What the plot shows of a run: one curve per task, and the mean of several tasks."""
+    labels = summary["labels"]
     lines = {
-        task: [
+        labels.get(task, task): [
             plot.Point(cell["length"], cell["score"], cell["low"], cell["high"])
             for cell in summary["cells"]
             if cell["task"] == task and cell["score"] is not None
         ]
         for task in summary["tasks"]
     }
-    if len(summary["tasks"]) > 1:
-        lines[mean_label(len(summary["tasks"]), summary["of"])] = [
+    if summary["over"] > 1:
+        lines[summary["mean_label"]] = [
             plot.Point(mean["length"], mean["score"], mean["low"], mean["high"])
             for mean in summary["means"]
             if mean["score"] is not None
@@ -252,19 +286,29 @@ def _depth_maps(summary: Mapping[str, Any]) -> dict[str, dict[int, list[float | 
     return maps
 
 
-def mean_label(tasks: int, of: int) -> str:
-    """``mean (3 of 13 tasks)``, or ``mean`` where it is the benchmark's own mean over all tasks."""
-    return "mean" if tasks == of else f"mean ({tasks} of {of} tasks)"
-
-
 def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
     by_cell = {(cell["task"], cell["length"]): cell for cell in summary["cells"]}
-    tasks = summary["tasks"]
-    rows = [[task, *(_cell(by_cell[task, length]) for length in summary["lengths"])] for task in tasks]
-    if len(tasks) > 1:
-        label = mean_label(len(tasks), summary["of"])
-        rows.append([label, *(_mean(mean, len(tasks)) for mean in summary["means"])])
+    labels, lengths = summary["labels"], summary["lengths"]
+    rows = [
+        [labels.get(task, task), *(_cell(by_cell[task, length]) for length in lengths)] for task in summary["tasks"]
+    ]
+    by_category: dict[str, list[Mapping[str, Any]]] = {}
+    for part in summary["categories"]:
+        by_category.setdefault(part["category"], []).append(part)
+    for name, parts in by_category.items():
+        rows.append([f"**{name}**", *map(_category, parts)])
+    if summary["over"] > 1:
+        rows.append([summary["mean_label"], *(_average(mean, summary["over"]) for mean in summary["means"])])
     return rows
+
+
+def _category(part: Mapping[str, Any]) -> str:
+    if part["score"] is None:
+        return "no samples"
+    text = _score(part)
+    if part["tasks"] < part["of"]:
+        return f"{text} partial: {part['tasks']} of {part['of']} measures"
+    return text if part["complete"] else f"{text} partial"
 
 
 def _score(estimate: Mapping[str, Any]) -> str:
@@ -278,7 +322,7 @@ def _cell(cell: Mapping[str, Any]) -> str:
     return text if cell["samples"] == cell["expected"] else f"{text} partial: {cell['samples']} of {cell['expected']}"
 
 
-def _mean(mean: Mapping[str, Any], tasks: int) -> str:
+def _average(mean: Mapping[str, Any], tasks: int) -> str:
     if mean["score"] is None:
         return "no samples"
     text = _score(mean)
@@ -293,7 +337,7 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
     if over := summary["averages"]:
         span = f"{length_name(over['lengths'][0])} to {length_name(over['lengths'][-1])}"
         text = (
-            f"{mean_label(over['tasks'], over['of'])} over {span}: {_score(over['average'])}, "
+            f"{summary['mean_label']} over {span}: {_score(over['average'])}, "
             f"wAvg (inc) {_score(over['increasing'])}, wAvg (dec) {_score(over['decreasing'])}"
         )
         if not over["benchmark_lengths"]:
@@ -301,6 +345,12 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
         facts.append(text[0].upper() + text[1:] + ".")
     if effective := summary["effective_length"]:
         facts.append(f"Effective length (mean above {effective['threshold']}): {effective['text']}.")
+    for cell in summary["cells"]:
+        if cut := cell.get("cut"):
+            facts.append(
+                f"Cut to fit, {cell['task']} at {length_name(cell['length'])}: {cut['prompts']} of {cell['samples']} "
+                f"prompts, by {cut['mean_tokens']:,.1f} tokens of context on average; {cut['lost']} lost a reference."
+            )
     cost = summary["cost"]
     if cost["tokens_per_second"]:
         on = f" on {', '.join(cost['devices'])}" if cost["devices"] else ""
@@ -324,7 +374,9 @@ def _markdown(summary: Mapping[str, Any]) -> str:
     if not summary["complete"]:
         parts.append("**This run is not complete**; partial entries are marked.")
     parts.append(markdown_table(["task", *map(length_name, summary["lengths"])], _rows(summary)))
-    parts.append(f"{INTERVAL_NOTE} {summary['samples']} samples per task and length, greedy.")
+    asked = sorted({cell["expected"] for cell in summary["cells"]})
+    several = str(asked[0]) if len(asked) == 1 else f"{asked[0]} to {asked[-1]}"
+    parts.append(f"{INTERVAL_NOTE} {several} samples per task and length, greedy.")
     parts.append("\n".join(f"* {fact}" for fact in _facts(summary)))
     parts.append("![score against length](score_vs_length.png)")
     if _depth_maps(summary):
@@ -361,6 +413,7 @@ def _answer_rows(summary: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _detail_rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    derived = find_benchmark(summary["identity"]["benchmark"]).derived
     return [
         [
             cell["task"],
@@ -374,7 +427,7 @@ def _detail_rows(summary: Mapping[str, Any]) -> list[list[str]]:
             f"{cell['tokens_per_second']:,.0f}" if cell["tokens_per_second"] else "-",
         ]
         for cell in summary["cells"]
-        if cell["score"] is not None
+        if cell["score"] is not None and cell["task"] not in derived
     ]
 
 

@@ -24,10 +24,15 @@ from megatron_lengthgen.files import atomic_file, write_json
 
 from .shard import Shard
 
-__all__ = ["RunStore"]
+__all__ = ["RunStore", "expected_samples"]
 
 _FORMAT = 1
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def expected_samples(scope: Mapping[str, Any], task: str, length: int) -> int:
+    """How many samples a run's ``scope`` asks for of a task at a length."""
+    return scope.get("sizes", {}).get(task, {}).get(str(length), scope["samples"])
 
 
 class RunStore:
@@ -64,7 +69,8 @@ class RunStore:
 
         Args:
             identity: what decides a sample's result. A continued run must have the same.
-            scope: ``tasks``, ``lengths`` and ``samples``. A continued run may ask for more, not for less.
+            scope: ``tasks``, ``lengths`` and ``samples``. A continued run may ask for more, not for less. Where tasks
+                have another number of samples, ``sizes`` has it by task and length (as text, since it is JSON).
             info: anything else worth keeping: paths, versions, the command.
             shard: the part of the run that this launch fills; None for all of it.
             grows: keys of ``identity`` that may become something where they were None, such as a text that only tasks

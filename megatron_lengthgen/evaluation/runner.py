@@ -2,21 +2,31 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_lengthgen.errors import UserError
 
 from .generation.base import Answer, Generator, Request
 from .lengths import length_name
 from .progress import Amount, Progress
+from .prompt import PromptEncoder
 from .ruler.data import Ruler, Sample
 from .ruler.scoring import METRICS, postprocess
 from .ruler.tasks import Task
 from .run_store import RunStore
 
-__all__ = ["Plan", "Share", "evaluate", "plan", "score_record", "verify_prompts"]
+__all__ = [
+    "RULER",
+    "Form",
+    "Plan",
+    "Share",
+    "evaluate",
+    "plan",
+    "score_record",
+    "verify_prompts",
+]
 
 Cell = tuple[str, int]
 
@@ -63,22 +73,71 @@ class Plan:
         return not any(self.pending.values())
 
 
-def plan(store: RunStore, tasks: Sequence[Task], lengths: Sequence[int], samples: int) -> Plan:
+class Named(Protocol):
+    """A task."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Samples(Protocol):
+    """A benchmark's samples."""
+
+    @property
+    def encoder(self) -> PromptEncoder: ...
+
+    def sample(self, task: Any, max_length: int, index: int) -> Any: ...
+
+    def samples(self, task: Any, max_length: int, indices: Sequence[int]) -> Sequence[Any]: ...
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a benchmark asks of an engine, and what it makes of an answer.
+
+    Args:
+        request: from the benchmark's samples, a task and one sample of it.
+        scored: from a task, a sample and an answer to ``pred``, ``score`` in [0, 1], and whatever else is to be kept.
+    """
+
+    request: Callable[[Any, Any, Any], Request]
+    scored: Callable[[Any, Any, Answer], dict[str, Any]]
+
+
+def _ruler_request(ruler: Ruler, task: Task, sample: Sample) -> Request:
+    return Request(sample.prompt_ids, ruler.new_tokens(task), ruler.encoder.stop_ids)
+
+
+def _ruler_scored(task: Task, sample: Sample, answer: Answer) -> dict[str, Any]:
+    return _ruler_score(task.metric, sample, answer)
+
+
+def _ruler_score(metric: str, sample: Sample, answer: Answer) -> dict[str, Any]:
+    return {"pred": answer.text, "score": METRICS[metric](postprocess(answer.text), sample.outputs)}
+
+
+RULER = Form(_ruler_request, _ruler_scored)
+
+
+def plan(
+    store: RunStore, tasks: Sequence[Named], lengths: Sequence[int], samples: int | Callable[[str, int], int]
+) -> Plan:
     """What of the first ``samples`` of each task and length is this shard's and not finished yet.
 
     All processes of a launch must follow one plan, made before any of them writes.
     """
     cells = [(task.name, length) for length in sorted(lengths) for task in tasks]
+    counts = {cell: samples if isinstance(samples, int) else samples(*cell) for cell in cells}
     lines = {cell: store.lines(*cell) for cell in cells}
-    indices = [index for index in range(samples) if store.shard.holds(index)]
+    indices = {cell: [index for index in range(counts[cell]) if store.shard.holds(index)] for cell in cells}
     pending: dict[Cell, Sequence[int]] = {}
     for cell in cells:
         done = store.records(*cell)
-        pending[cell] = [index for index in indices if index not in done]
-    return Plan(dict.fromkeys(cells, len(indices)), pending, lines)
+        pending[cell] = [index for index in indices[cell] if index not in done]
+    return Plan({cell: len(held) for cell, held in indices.items()}, pending, lines)
 
 
-def verify_prompts(store: RunStore, ruler: Ruler, tasks: Sequence[Task], lengths: Sequence[int]) -> None:
+def verify_prompts(store: RunStore, data: Samples, tasks: Sequence[Named], lengths: Sequence[int]) -> None:
     """Rebuild one finished prompt of each task and length and compare it with its record.
 
     Raises:
@@ -90,7 +149,7 @@ def verify_prompts(store: RunStore, ruler: Ruler, tasks: Sequence[Task], lengths
             if not records:
                 continue
             index = min(records)
-            old, new = records[index].get("prompt_sha256"), ruler.sample(task, length, index).digest
+            old, new = records[index].get("prompt_sha256"), data.sample(task, length, index).digest
             if old != new:
                 raise UserError(
                     f"the run in {store.directory} answered another prompt for {task.name} at {length}, sample {index} "
@@ -112,14 +171,17 @@ def score_record(
     ``score`` is in [0, 1]; ``finish`` is ``stop`` or, where the limit of new tokens ended the answer, ``length``;
     ``seconds`` is the time since this process's previous answer, in which ``processes`` kept a ``device`` busy each.
     """
-    share = share or Share()
+    return _record(sample, answer, _ruler_score(metric, sample, answer), seconds, share or Share(), save_prompt)
+
+
+def _record(
+    sample: Any, answer: Answer, scored: Mapping[str, Any], seconds: float, share: Share, save_prompt: bool
+) -> dict[str, Any]:
     record = {
         "index": sample.index,
         "task": sample.task,
         "max_length": sample.max_length,
         "outputs": list(sample.outputs),
-        "pred": answer.text,
-        "score": METRICS[metric](postprocess(answer.text), sample.outputs),
         "length": sample.length,
         "prompt_tokens": len(sample.prompt_ids),
         "generated_tokens": answer.tokens,
@@ -129,27 +191,29 @@ def score_record(
         "device": share.device,
         "depths": list(sample.depths),
         "prompt_sha256": sample.digest,
-    }
+    } | dict(scored)
     if save_prompt:
         record |= {"input": sample.body, "answer_prefix": sample.answer_prefix}
     return record
 
 
 def evaluate(
-    ruler: Ruler,
-    tasks: Sequence[Task],
+    data: Samples,
+    tasks: Sequence[Named],
     todo: Plan,
     store: RunStore,
     generator: Generator,
     share: Share | None = None,
     save_prompts: bool = False,
     patience: float = 1.0,
+    form: Form = RULER,
 ) -> None:
     """Answer what is pending, this process its share, and record each answer as soon as it is there.
 
     Args:
         todo: what :func:`plan` said.
         patience: seconds between looks at what other processes have finished.
+        form: the benchmark's.
 
     Raises:
         UserError: when a record cannot be written.
@@ -163,8 +227,8 @@ def evaluate(
             together = max(1, _TOGETHER // length)
             for start in range(0, len(mine), together):
                 progress.update(name, f"{name} @ {length_name(length)}", meter.done())
-                made = ruler.samples(by_name[name], length, mine[start : start + together])
-                for _ in _answers(ruler, by_name[name], made, store, generator, share, save_prompts):
+                made = data.samples(by_name[name], length, mine[start : start + together])
+                for _ in _answers(data, form, by_name[name], made, store, generator, share, save_prompts):
                     if share.leads:
                         progress.update(name, f"{name} @ {length_name(length)}", meter.done())
         while share.leads and share.size > 1 and not meter.finished():
@@ -175,17 +239,17 @@ def evaluate(
 
 
 def _answers(
-    ruler: Ruler,
-    task: Task,
-    made: Sequence[Sample],
+    data: Samples,
+    form: Form,
+    task: Named,
+    made: Sequence[Any],
     store: RunStore,
     generator: Generator,
     share: Share,
     save_prompts: bool,
 ) -> Iterator[None]:
     """Yield after each answer to samples of one task and length, when its record is durable."""
-    limit = ruler.new_tokens(task)
-    requests = [Request(sample.prompt_ids, limit, ruler.encoder.stop_ids) for sample in made]
+    requests = [form.request(data, task, sample) for sample in made]
     before = time.monotonic()
     if not share.writes:
         for _ in generator.generate(requests):
@@ -196,8 +260,10 @@ def _answers(
             for position, answer in generator.generate(requests):
                 now = time.monotonic()
                 if not isinstance(answer, Answer):
-                    answer = Answer.from_ids(answer, limit, ruler.encoder.decode)
-                file.write(score_record(made[position], task.metric, answer, now - before, share, save_prompts))
+                    answer = Answer.from_ids(answer, requests[position].max_new_tokens, data.encoder.decode)
+                sample = made[position]
+                scored = form.scored(task, sample, answer)
+                file.write(_record(sample, answer, scored, now - before, share, save_prompts))
                 before = now
                 yield
     except OSError as error:

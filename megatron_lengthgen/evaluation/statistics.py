@@ -56,28 +56,34 @@ def mean_interval(
 
 
 def paired_bootstrap(
-    differences: Sequence[Sequence[float]], resamples: int = 10_000, seed: int = 0
+    differences: Sequence[Sequence[float]],
+    resamples: int = 10_000,
+    seed: int = 0,
+    weights: Sequence[float] | None = None,
 ) -> tuple[float, float, float]:
     """Mean difference over tasks with a 95 % percentile bootstrap interval.
 
     Args:
         differences: for each task, the differences of paired samples. Samples are drawn with replacement within their
-            task, and tasks weigh the same.
+            task.
+        weights: of the tasks; None where all weigh the same.
 
     Returns:
         ``(mean, low, high)``. The interval is a point when all differences of every task are equal.
     """
     if not differences or not all(len(task) for task in differences):
         raise ValueError("every task needs at least one pair")
+    weights = [1.0] * len(differences) if weights is None else weights
+    total = sum(weights)
     rng = np.random.default_rng(seed)
     means = np.zeros(resamples)
-    for task in differences:
+    for task, weight in zip(differences, weights, strict=True):
         values = np.asarray(task, dtype=np.float64)
         # In blocks: resamples x samples indices at once would take gigabytes for large runs.
         for start in range(0, resamples, 1000):
             block = rng.integers(0, len(values), size=(min(1000, resamples - start), len(values)))
-            means[start : start + len(block)] += values[block].mean(axis=1)
-    means /= len(differences)
-    mean = float(np.mean([np.mean(task) for task in differences]))
+            means[start : start + len(block)] += weight * values[block].mean(axis=1)
+    means /= total
+    mean = sum(w * float(np.mean(task)) for w, task in zip(weights, differences, strict=True)) / total
     low, high = np.quantile(means, [0.025, 0.975])
     return mean, float(low), float(high)
