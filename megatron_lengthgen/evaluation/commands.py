@@ -4,8 +4,10 @@ import platform
 import shlex
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from megatron_lengthgen.errors import UserError
 
@@ -16,10 +18,10 @@ from .ruler.prepare import PreparedRuler
 from .ruler.sources import load_sources
 from .ruler.tasks import parse_tasks
 from .run_store import RunStore
-from .runner import Plan, Share, evaluate, plan, verify_prompts
+from .runner import RULER, Form, Plan, Share, evaluate, plan, verify_prompts
 from .shard import Shard
 
-__all__ = ["compare", "report", "ruler"]
+__all__ = ["check_lengths", "compare", "report", "ruler", "run_tasks", "versions"]
 
 #: Data that a run has only once one of its tasks needs it.
 _GROWS = ("essays", "squad", "hotpotqa", "list_words")
@@ -27,7 +29,9 @@ _GROWS = ("essays", "squad", "hotpotqa", "list_words")
 
 def ruler(arguments: Namespace) -> None:
     """Run RULER tasks, or what is left of them, and write the report."""
-    lengths = _lengths(arguments)
+    for name in ("samples", "limit", "max_new_tokens", "workers"):
+        engine.positive("--" + name.replace("_", "-"), getattr(arguments, name))
+    lengths = check_lengths(arguments)
     engine.check(arguments)
     tasks = parse_tasks(name.strip() for name in arguments.tasks.split(",") if name.strip())
     where, digest = engine.locate(arguments)
@@ -54,8 +58,6 @@ def ruler(arguments: Namespace) -> None:
     for task in tasks:
         data.check(task, lengths[0], samples)
 
-    shard = arguments.shard or Shard()
-    store = RunStore(arguments.output, shard)
     identity = {
         "benchmark": "ruler",
         "data_version": DATA_VERSION,
@@ -70,14 +72,45 @@ def ruler(arguments: Namespace) -> None:
         "train_length": arguments.train_length,
         **engine.info(arguments, where),
         "essays_path": arguments.essays if sources.essays else None,
-        "versions": _versions(),
+        "versions": versions(),
         "command": shlex.join(sys.argv),
     }
+    scope = {"tasks": [task.name for task in tasks], "lengths": lengths, "samples": arguments.samples}
+    try:
+        run_tasks(arguments, data, tasks, lengths, samples, identity=identity, scope=scope, info=info, grows=_GROWS)
+    finally:
+        data.close()
+
+
+def run_tasks(
+    arguments: Namespace,
+    data: Any,
+    tasks: Sequence[Any],
+    lengths: Sequence[int],
+    samples: int | Callable[[str, int], int],
+    *,
+    identity: Mapping[str, Any],
+    scope: Mapping[str, Any],
+    info: Mapping[str, Any],
+    grows: Collection[str] = (),
+    form: Form = RULER,
+    finish: Callable[[RunStore], None] = lambda store: None,
+) -> None:
+    """Answer what is left of a benchmark's tasks, and write the report.
+
+    Args:
+        data: the benchmark's samples, see :class:`~.runner.Samples`.
+        samples: of each task and length.
+        identity, scope, info, grows: as :meth:`.RunStore.open` takes them.
+        form: the benchmark's.
+        finish: what the leading process does before the report.
+    """
+    shard = arguments.shard or Shard()
+    store = RunStore(arguments.output, shard)
 
     def begin() -> Plan:
         nonlocal store
-        scope = {"tasks": [task.name for task in tasks], "lengths": lengths, "samples": arguments.samples}
-        store = RunStore.open(store.directory, identity=identity, scope=scope, info=info, shard=shard, grows=_GROWS)
+        store = RunStore.open(store.directory, identity=identity, scope=scope, info=info, shard=shard, grows=grows)
         print(f"Results will be in {store.directory.resolve() / 'summary.md'}", flush=True)
         if dropped := store.repair():
             print(f"{dropped} half-written line(s) dropped; their samples run again", flush=True)
@@ -92,7 +125,7 @@ def ruler(arguments: Namespace) -> None:
         launch.join(megatron=bool(arguments.checkpoint))
         todo = launch.from_leader(begin)
         if not todo.finished:
-            generator = engine.make_generator(arguments, encoder, lengths[-1])
+            generator = engine.make_generator(arguments, data.encoder, lengths[-1])
             share = Share(
                 rank=generator.data_parallel_rank,
                 size=generator.data_parallel_size,
@@ -101,12 +134,15 @@ def ruler(arguments: Namespace) -> None:
                 processes=launch.world_size() // generator.data_parallel_size,
                 device=engine.device(arguments),
             )
-            evaluate(data, tasks, todo, store, generator, share, save_prompts=arguments.save_prompts)
+            evaluate(data, tasks, todo, store, generator, share, save_prompts=arguments.save_prompts, form=form)
             shared = getattr(generator, "shared_tokens", 0)
             if launch.leads() and shared:
                 saved = f"{shared:,} of {generator.prompt_tokens:,}"
                 print(f"{saved} prompt tokens of this process were read once for several samples", flush=True)
+            # What finishes the run may need the memory.
+            del generator
         if launch.leads():
+            finish(store)
             _report(store, arguments)
     except KeyboardInterrupt:
         print(
@@ -114,13 +150,15 @@ def ruler(arguments: Namespace) -> None:
         )
         sys.exit(130)
     finally:
-        data.close()
         store.close()
 
 
-def _lengths(arguments: Namespace) -> list[int]:
-    for name in ("samples", "limit", "max_new_tokens", "workers"):
-        engine.positive("--" + name.replace("_", "-"), getattr(arguments, name))
+def check_lengths(arguments: Namespace) -> list[int]:
+    """The lengths that the arguments name, short ones first.
+
+    Raises:
+        UserError: when they name none.
+    """
     if not arguments.multiples:
         return parse_lengths(arguments.lengths)
     if not arguments.train_length:
@@ -128,7 +166,8 @@ def _lengths(arguments: Namespace) -> list[int]:
     return parse_multiples(arguments.multiples, arguments.train_length)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that matter."""
     found = {"python": platform.python_version()}
     for package in ("megatron-lengthgen", "megatron-core", "torch", "transformers", "tokenizers", "wonderwords"):
         try:
@@ -141,18 +180,20 @@ def _versions() -> dict[str, str]:
 def _report(store: RunStore, arguments: Namespace) -> None:
     from . import report as reports
 
-    scope = store.config()["scope"]
+    config = store.config()
+    scope = config["scope"]
     try:
         # Alone: of shards that end together the one that reads last, and so has all samples, also writes last.
         with store.alone():
-            store.write_ruler_files([(task, length) for task in scope["tasks"] for length in scope["lengths"]])
+            if config["identity"]["benchmark"] == "ruler":
+                store.write_ruler_files([(task, length) for task in scope["tasks"] for length in scope["lengths"]])
             summary = reports.write_report(store, arguments.note, arguments.train_length)
     except OSError as error:
         raise UserError(f"cannot write the report into {store.directory}: {error.strerror or error}") from error
     reports.print_table(summary)
     if not summary["complete"]:
         print("Not complete: start the same command (or the other shards) to go on; report RUN looks again.")
-    for file in (*reports.REPORT_FILES, "predictions", "ruler"):
+    for file in (*reports.REPORT_FILES, "predictions", "ruler", "helmet"):
         if (store.directory / file).exists():
             print(f"  {store.directory.resolve() / file}")
 

@@ -99,8 +99,11 @@ def locate(arguments: Namespace) -> tuple[str, str]:
     return where, where if directory is None else fingerprint(directory) if launch.leads() else ""
 
 
-def make_encoder(arguments: Namespace) -> PromptEncoder:
+def make_encoder(arguments: Namespace, chat: bool | None = None) -> PromptEncoder:
     """The tokenizer, with what ends an answer.
+
+    Args:
+        chat: with the chat template; None for what the arguments say.
 
     Raises:
         UserError: when there is none, or it lacks what is asked of it.
@@ -108,7 +111,7 @@ def make_encoder(arguments: Namespace) -> PromptEncoder:
     source = arguments.tokenizer or arguments.hf
     return PromptEncoder(
         load_tokenizer(source),
-        chat=arguments.chat_template == "on",
+        chat=arguments.chat_template == "on" if chat is None else chat,
         stop_files=[directory for directory in (source, arguments.hf) if directory],
         stop_tokens=arguments.stop_token,
     )

@@ -124,7 +124,7 @@ class Helmet:
 
     def _load(self, dataset: Dataset, length: int) -> Examples:
         if (dataset.name, length) not in self._examples:
-            self._examples[dataset.name, length] = self._read(dataset, length, self._samples or dataset.samples)
+            self._examples[dataset.name, length] = self._read(dataset, length, self.asked(dataset))
         return self._examples[dataset.name, length]
 
     def _read(self, dataset: Dataset, length: int, samples: int) -> Examples:
@@ -140,6 +140,14 @@ class Helmet:
             return load(self.hub, dataset, length, samples, self._shorteners[dataset.name])
         from_files = {"recall": load_needles, "rag": load_rag, "rerank": load_rerank, "cite": load_cite}
         return from_files[dataset.category](self.archive, dataset, length, samples)
+
+    def asked(self, dataset: Dataset) -> int:
+        """Different questions that are asked at most."""
+        return self._samples or dataset.samples
+
+    def chats(self, dataset: Dataset) -> bool:
+        """Whether its prompts are in the chat template."""
+        return self._chat.get(dataset.name, self.encoder).chat
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
