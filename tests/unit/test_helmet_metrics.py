@@ -118,8 +118,8 @@ def test_rouge_by_hand() -> None:
 STEMS = """
 caresses caress, ponies poni, agreed agre, plastered plaster, motoring motor, conflated conflat, hopping hop,
 falling fall, filing file, relational relat, digitizer digit, formaliti formal, electriciti electr, adoption adopt,
-controll control, roll roll, rate rate, cease ceas, sky sky, dies die, flies fli, died die, spied spi, enjoy enjoy, happy happi,
-dying die, skies sky, theologi theolog, awfulli aw, is is, news news, ies i
+controll control, roll roll, rate rate, cease ceas, sky sky, dies die, flies fli, died die, spied spi,
+enjoy enjoy, happy happi, dying die, skies sky, theologi theolog, awfulli aw, is is, news news, ies i
 """
 
 
