@@ -93,23 +93,22 @@ def _run_workers(study: Any, out: Path, options: argparse.Namespace) -> None:
         with (logs / f"worker{number}.log").open("w") as log:
             workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
     try:
-        _follow(study, out, workers)
+        failed = _follow(study, out, workers)
     finally:
         for worker in workers:
             worker.terminate()
         for worker in workers:
             worker.wait()
-    for number, worker in enumerate(workers):
-        if worker.returncode:
-            lines = (logs / f"worker{number}.log").read_text().strip().splitlines() or ["no output"]
-            raise errors.UserError(
-                f"worker {number} stopped ({lines[-1].removeprefix('error: ')}): see {logs / f'worker{number}.log'}; "
-                "the same command goes on"
-            )
+    for number in failed:
+        lines = (logs / f"worker{number}.log").read_text().strip().splitlines() or ["no output"]
+        raise errors.UserError(
+            f"worker {number} stopped ({lines[-1].removeprefix('error: ')}): see {logs / f'worker{number}.log'}; "
+            "the same command goes on"
+        )
 
 
-def _follow(study: Any, out: Path, workers: list[subprocess.Popen[bytes]]) -> None:
-    """Show progress until no worker is left."""
+def _follow(study: Any, out: Path, workers: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Show progress until no worker is left, or one has failed; returns the numbers of those that have."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -135,8 +134,9 @@ def _follow(study: Any, out: Path, workers: list[subprocess.Popen[bytes]]) -> No
             if not console.is_terminal and cells > shown:
                 shown = cells
                 print(text, flush=True)
-            if not alive or any(worker.returncode for worker in workers):
-                return
+            failed = [number for number, worker in enumerate(workers) if worker.returncode]
+            if failed or not alive:
+                return failed
             time.sleep(2)
 
 

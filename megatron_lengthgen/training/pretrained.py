@@ -1,6 +1,7 @@
 """The checkpoint that a run starts from: is it the model that the run describes?"""
 
 import argparse
+from typing import Any
 
 from megatron_lengthgen.attention.pattern import AttentionPattern
 from megatron_lengthgen.checkpoint.load import checkpoint_args
@@ -46,14 +47,8 @@ def check_pretrained(args: argparse.Namespace) -> str | None:
         return None
     stored = checkpoint_args(args.pretrained_checkpoint)
     for name in _MODEL:
-        if not hasattr(stored, name):
-            continue
-        old, new = getattr(stored, name), getattr(args, name)
-        if name == "hybrid_layer_pattern":
-            old, new = ((value or "").replace("|", "") for value in (old, new))
-        if name == "padded_vocab_size" and new is None:  # the tokenizer will say
-            continue
-        if old != new:
+        old, new = _value(stored, name), _value(args, name)
+        if old is not None and new is not None and old != new:
             raise UserError(
                 f"pretrained_checkpoint {args.pretrained_checkpoint} has {name} {old}, and this run {new}: write the "
                 "checkpoint's values, which tools/convert_checkpoint.py info shows"
@@ -69,6 +64,16 @@ def check_pretrained(args: argparse.Namespace) -> str | None:
             "RoPE in every layer"
         )
     return f"attention: {new_pattern}; the pretrained checkpoint has {old_pattern}"
+
+
+def _value(args: argparse.Namespace, name: str) -> Any:
+    """An argument's value in a form that compares; None where it is not known, as a vocabulary before its tokenizer."""
+    value = getattr(args, name, None)
+    if name == "num_query_groups" and not args.group_query_attention:
+        return args.num_attention_heads
+    if name == "hybrid_layer_pattern":
+        return (value or "").replace("|", "")
+    return value
 
 
 def _flow(pattern: AttentionPattern) -> str:

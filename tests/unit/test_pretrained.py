@@ -22,6 +22,7 @@ def model(**changes: Any) -> SimpleNamespace:
         "hidden_size": 64,
         "ffn_hidden_size": 128,
         "num_attention_heads": 4,
+        "group_query_attention": True,
         "num_query_groups": 2,
         "kv_channels": 16,
         "padded_vocab_size": 128,
@@ -55,6 +56,8 @@ def test_the_same_model_says_nothing(check) -> None:
     assert check(model(rotary_base=500000)) is None
     assert check(model(pretrained_checkpoint=None), hidden_size=32) is None
     assert check(model(padded_vocab_size=None)) is None
+    # Without grouped queries Megatron leaves any number there.
+    assert check(model(group_query_attention=False, num_query_groups=1), group_query_attention=False) is None
     assert check(model(hybrid_layer_pattern="*-|*-"), hybrid_layer_pattern="*-*-") is None
 
 
