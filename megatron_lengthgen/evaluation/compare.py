@@ -89,6 +89,7 @@ def _pair(first: RunStore, second: RunStore) -> dict[str, Any]:
     for length in lengths:
         here: list[dict[str, Any]] = []
         differences: list[list[float]] = []
+        groups: list[list[Any]] = []
         for task in tasks:
             a, b = first.records(task, length), second.records(task, length)
             unfinished += any(
@@ -100,8 +101,9 @@ def _pair(first: RunStore, second: RunStore) -> dict[str, Any]:
             other_prompts += sum(a[i].get("prompt_sha256") != b[i].get("prompt_sha256") for i in shared)
             pairs += len(shared)
             differences.append([b[i]["score"] - a[i]["score"] for i in shared])
+            groups.append([a[i].get("group") or i for i in shared])
             scores = [sum(run[i]["score"] for i in shared) / len(shared) for run in (a, b)]
-            here.append(_row(task, length, differences[-1:], scores))
+            here.append(_row(task, length, differences[-1:], groups[-1:], scores))
         if len(tasks) > 1 and here:
             present = [row["task"] for row in here]
             weights = benchmark.weights(present)
@@ -114,7 +116,7 @@ def _pair(first: RunStore, second: RunStore) -> dict[str, Any]:
                 "of": benchmark.of,
             }
             if counts["tasks"]:
-                means.append(_row("mean", length, differences, scores, weights) | counts)
+                means.append(_row("mean", length, differences, groups, scores, weights) | counts)
         rows += here
     if not rows:
         raise UserError(
@@ -145,13 +147,15 @@ def _row(
     task: str,
     length: int,
     differences: Sequence[Sequence[float]],
+    groups: Sequence[Sequence[Any]],
     scores: Sequence[float],
     weights: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    if weights is not None:
-        counted = [(values, weight) for values, weight in zip(differences, weights, strict=True) if weight]
-        differences, weights = [values for values, _ in counted], [weight for _, weight in counted]
-    mean, low, high = paired_bootstrap(differences, weights=weights)
+    weights = [1.0] * len(differences) if weights is None else weights
+    counted = [at for at, weight in enumerate(weights) if weight]
+    differences = [differences[at] for at in counted]
+    together = [_together(values, groups[at]) for values, at in zip(differences, counted, strict=True)]
+    mean, low, high = paired_bootstrap(together, weights=[weights[at] for at in counted])
     flat = [value for task_differences in differences for value in task_differences]
     return {
         "task": task,
@@ -165,6 +169,14 @@ def _row(
         "better": sum(value > 0 for value in flat),
         "worse": sum(value < 0 for value in flat),
     }
+
+
+def _together(differences: Sequence[float], groups: Sequence[Any]) -> list[float]:
+    """One difference for each question, the mean of those that it was asked with at several depths."""
+    found: dict[Any, list[float]] = {}
+    for value, group in zip(differences, groups, strict=True):
+        found.setdefault(group, []).append(value)
+    return [sum(values) / len(values) for values in found.values()]
 
 
 def write_comparison(result: Mapping[str, Any], output: Path) -> None:

@@ -34,6 +34,10 @@ DEPTH_NOTE = (
     "Depth is the share of the text before the needle. A sample that asks for several needles counts with its score "
     "at each of their depths. Grey: nothing was asked there."
 )
+CUT_NOTE = (
+    "A prompt that did not fit lost part of its context, never of its question; a reference is lost that stood in the "
+    "context before. What is left out before, the benchmark leaves out of its long texts for every model."
+)
 COST_NOTE = "From one answer of a process to its next; loading the model and making prompts are not counted."
 
 _BANDS = 10
@@ -47,7 +51,7 @@ def describe_cell(task: str, length: int, records: Mapping[int, Mapping[str, Any
     if not count:
         return cell | {"score": None, "low": None, "high": None}
     mean = sum(record["score"] for record in wanted) / count
-    low, high = wilson(mean, count)
+    low, high = wilson(mean, _independent(wanted))
     seconds = sum(record["seconds"] for record in wanted)
     prompt_tokens, new_tokens = (sum(r[key] for r in wanted) for key in ("prompt_tokens", "generated_tokens"))
     return cell | {
@@ -67,16 +71,23 @@ def describe_cell(task: str, length: int, records: Mapping[int, Mapping[str, Any
     }
 
 
+def _independent(records: Sequence[Mapping[str, Any]]) -> int:
+    """Samples that count as independent: one question asked with its answer at several depths is one."""
+    return len({record.get("group") or record["index"] for record in records})
+
+
 def _cut(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """How many prompts were cut to fit, what they lost on average, and how many lost a reference; None without any."""
-    cut = [record for record in records if record.get("cut_tokens")]
-    if not cut:
+    """How many contexts were cut to fit, by how much on average, how many lost a reference by that, and what the
+    benchmark itself had left out before; None where nothing was."""
+    cut = [record["cut_tokens"] for record in records if record.get("cut_tokens")]
+    left_out = sum(record.get("shortened_tokens", 0) for record in records)
+    if not cut and not left_out:
         return None
-    tokens = sum(record["cut_tokens"] for record in cut) / len(cut)
     return {
         "prompts": len(cut),
-        "mean_tokens": round(tokens, 1),
-        "lost": sum(record["lost_references"] > 0 for record in cut),
+        "mean_tokens": round(sum(cut) / len(cut), 1) if cut else 0.0,
+        "lost": sum(record.get("lost_references", 0) > 0 for record in records),
+        "mean_left_out": round(left_out / len(records), 1),
     }
 
 
@@ -296,7 +307,7 @@ def _rows(summary: Mapping[str, Any]) -> list[list[str]]:
     for part in summary["categories"]:
         by_category.setdefault(part["category"], []).append(part)
     for name, parts in by_category.items():
-        rows.append([f"**{name}**", *map(_category, parts)])
+        rows.append([f"category {name}", *map(_category, parts)])
     if summary["over"] > 1:
         rows.append([summary["mean_label"], *(_average(mean, summary["over"]) for mean in summary["means"])])
     return rows
@@ -345,12 +356,9 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
         facts.append(text[0].upper() + text[1:] + ".")
     if effective := summary["effective_length"]:
         facts.append(f"Effective length (mean above {effective['threshold']}): {effective['text']}.")
-    for cell in summary["cells"]:
-        if cut := cell.get("cut"):
-            facts.append(
-                f"Cut to fit, {cell['task']} at {length_name(cell['length'])}: {cut['prompts']} of {cell['samples']} "
-                f"prompts, by {cut['mean_tokens']:,.1f} tokens of context on average; {cut['lost']} lost a reference."
-            )
+    if cut := [cell for cell in summary["cells"] if cell.get("cut") and cell["cut"]["prompts"]]:
+        prompts, asked = sum(cell["cut"]["prompts"] for cell in cut), sum(cell["samples"] for cell in summary["cells"])
+        facts.append(f"Contexts cut to fit: {prompts:,} of {asked:,}; summary.md says where and by how much.")
     cost = summary["cost"]
     if cost["tokens_per_second"]:
         on = f" on {', '.join(cost['devices'])}" if cost["devices"] else ""
@@ -381,6 +389,9 @@ def _markdown(summary: Mapping[str, Any]) -> str:
     parts.append("![score against length](score_vs_length.png)")
     if _depth_maps(summary):
         parts += ["![score against depth](score_vs_depth.png)", DEPTH_NOTE]
+    if cuts := _cut_rows(summary):
+        header = ["task", "length", "cut to fit", "by tokens, mean", "lost a reference", "tokens left out before, mean"]
+        parts += ["## Cut contexts", markdown_table(header, cuts), CUT_NOTE]
     parts += ["## Answers", markdown_table(["task", "answers", "empty", "ended by the limit"], _answer_rows(summary))]
     parts.append("An answer that the limit ended may have been cut short; a base model seldom ends one itself.")
     header = [
@@ -398,6 +409,21 @@ def _markdown(summary: Mapping[str, Any]) -> str:
     settings = {**summary["identity"], **summary["info"]}
     parts.append(markdown_table(["setting", "value"], [[key, f"`{value}`"] for key, value in settings.items()]))
     return "\n\n".join(parts) + "\n"
+
+
+def _cut_rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            cell["task"],
+            length_name(cell["length"]),
+            f"{cut['prompts']} of {cell['samples']}",
+            f"{cut['mean_tokens']:,.1f}",
+            str(cut["lost"]),
+            f"{cut['mean_left_out']:,.1f}",
+        ]
+        for cell in summary["cells"]
+        if (cut := cell.get("cut"))
+    ]
 
 
 def _answer_rows(summary: Mapping[str, Any]) -> list[list[str]]:

@@ -19,9 +19,11 @@ from megatron_lengthgen.evaluation.generation.base import Request
 from megatron_lengthgen.evaluation.helmet import command
 from megatron_lengthgen.evaluation.helmet.chat import ChatClient
 from megatron_lengthgen.evaluation.helmet.datasets import CATEGORIES, DATASETS
+from megatron_lengthgen.evaluation.helmet.entailment import Seq2SeqEntailment
 from megatron_lengthgen.evaluation.prompt import PromptEncoder
 from megatron_lengthgen.evaluation.report import summarise
 from megatron_lengthgen.evaluation.run_store import RunStore
+from megatron_lengthgen.evaluation.statistics import wilson
 
 LENGTH = 4096
 TOOL = Path(__file__).parents[2] / "tools" / "eval_longctx.py"
@@ -139,7 +141,7 @@ def test_every_data_set_with_a_model(
     assert (by_category["cite"]["tasks"], by_category["cite"]["of"]) == (2, 6)
     text = (run / "summary.md").read_text()
     assert "narrativeqa (rougeL_f1, not in the mean)" in text and "partial: 2 of 6 measures" in text
-    assert "Cut to fit, icl_nlu at 4K: 1 of 1 prompts" in text
+    assert "| icl_nlu | 4K | 1 of 1 | " in text and "Contexts cut to fit: 10 of 25" in text
     results = {path.name: json.loads(path.read_text()) for path in (run / "helmet").glob("*.json")}
     assert len(results) == 21
     name = "kilt_popqa_3_v1_popqa_test_1000_k20_dep6_in4096_size1_shots2_sampFalsemax2min0t0.0p1.0_chatFalse_42.json"
@@ -164,9 +166,13 @@ def test_a_right_and_an_empty_answer(
     options = ["--tasks", "kilt_hotpotqa,recall"]
     start(monkeypatch, model, files, tmp_path / "a", *options, engine=parrot, lengths="4k,8k")
     records = RunStore(tmp_path / "a").records(dataset.name, LENGTH)
-    # Two of the six rows ask this question. The new line ended the answer.
+    # Two of the six rows ask this question, and are one sample to the interval. The new line ended the answer.
     assert [records[at]["score"] for at in range(6)] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert {r["pred"] for r in records.values()} == {f" {answer}"}
+    [cell] = [
+        c for c in summarise(RunStore(tmp_path / "a"))["cells"] if (c["task"], c["length"]) == (dataset.name, LENGTH)
+    ]
+    assert (cell["low"], cell["high"]) == tuple(round(100 * end, 2) for end in wilson(1 / 3, 3))
     recalled = RunStore(tmp_path / "a").records("json_kv", LENGTH)
     assert {r["pred"] for r in recalled.values()} == {f" {answer}\nand more"}
     # The same command goes on, here to nothing; other samples would be other questions.
@@ -325,6 +331,30 @@ def test_citations(model: Path, files: Files, tmp_path: Path, monkeypatch: pytes
 
 def read_lines_of_array(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_an_entailment_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    made = tokenizer()
+    config = T5Config(vocab_size=600, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    made.save_pretrained(tmp_path)
+    model = Seq2SeqEntailment(str(tmp_path))
+    assert model.name == str(tmp_path) and model.entails("A good idea.", "An idea.") is False
+    seen = []
+
+    def generate(ids: Any, max_new_tokens: int) -> Any:
+        seen.append(made.decode(ids[0]))
+        return torch.tensor([[0, *made.encode("1", add_special_tokens=False), 1]])
+
+    monkeypatch.setattr(model._model, "generate", generate)
+    assert model.entails("A good idea.", "An idea.") is True
+    assert seen == ["premise: A good idea. hypothesis: An idea."]
+    with pytest.raises(UserError, match=r"cannot load the entailment model /nowhere .* give --entailment"):
+        Seq2SeqEntailment("/nowhere")
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,7 @@ class Helmet:
             "parsed_output": scored.parsed,
             "metrics": scored.metrics,
             "question": question.example.question,
+            "group": question.example.group,
             "cut_tokens": question.cut_tokens,
             "lost_references": question.lost,
             "shortened_tokens": question.example.shortened,

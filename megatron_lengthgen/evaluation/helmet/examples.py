@@ -20,6 +20,7 @@ class Example:
         values: what else the templates name.
         kept: fields of the data that scoring, or HELMET's result files, need.
         shortened: tokens that the benchmark itself leaves out at this length.
+        group: what tells questions apart where each is asked with its answer at several depths; empty elsewhere.
     """
 
     question: str
@@ -28,6 +29,7 @@ class Example:
     values: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, Any] = field(default_factory=dict)
     shortened: int = 0
+    group: str = ""
 
     @property
     def depth(self) -> float | None:

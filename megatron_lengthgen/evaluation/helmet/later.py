@@ -90,13 +90,17 @@ def _appending(store: RunStore, keys: Sequence[str], length: int) -> Iterator[li
 
 
 def _open(store: RunStore, dataset: Dataset, keys: Sequence[str], length: int) -> dict[int, Mapping[str, Any]]:
-    """Answers that lack one of the measures; a crash may have left one without the others."""
+    """Answers of this shard that lack one of the measures; a crash may have left one without the others."""
     answers = store.records(dataset.name, length)
     done = [store.records(key, length) for key in keys]
     for key, records in zip(keys, done, strict=True):
         if strange := [index for index, record in records.items() if record["pred"] != answers[index]["pred"]]:
             raise UserError(f"{key} at {length} scores another answer to question {strange[0]} than the run holds")
-    return {index: answers[index] for index in sorted(answers) if not all(index in records for records in done)}
+    return {
+        index: answers[index]
+        for index in sorted(answers)
+        if store.shard.holds(index) and not all(index in records for records in done)
+    }
 
 
 def _derived(record: Mapping[str, Any], key: str, score: float, details: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def load_rag(archive: Archive, dataset: Dataset, length: int, samples: int) -> E
         text = "".join(_demonstration(demos[pool[pick][0]]) + "\n\n" for pick in picked)
         kept = {name: value for name, value in row.items() if name != "ctxs"} | {"k": len(row["ctxs"])}
         values = {"question": row["question"], "demos": text}
-        return Example(row["question"], _passages(row), row["answers"], values, kept)
+        return Example(row["question"], _passages(row), row["answers"], values, kept, group=str(own))
 
     return Examples(len(asked), make)
 

@@ -37,7 +37,7 @@ def load_rerank(archive: Archive, dataset: Dataset, length: int, samples: int) -
         relevance = [[passage["id"], str(passage["label"])] for passage in row["ctxs"]]
         kept = {name: value for name, value in row.items() if name not in ("query", "ctxs")} | {"qrel": relevance}
         values = {"question": row["query"], "demos": text}
-        return Example(row["query"], _passages(row, titled), _ranking(row), values, kept)
+        return Example(row["query"], _passages(row, titled), _ranking(row), values, kept, group=row["qid"])
 
     return Examples(len(rows), make)
 
