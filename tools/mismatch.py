@@ -10,6 +10,7 @@ pipeline size 1. Writes mismatch.md, mismatch.json and mismatch.png.
 """
 
 import argparse
+import functools
 import os
 import shlex
 import sys
@@ -153,13 +154,20 @@ def main() -> None:
     dtype = arguments.dtype or ("bf16" if stored.bf16 else "fp16" if stored.fp16 else "fp32")
     leads = int(os.environ.get("RANK", 0)) == 0
 
-    from megatron_lengthgen.evaluation.progress import Progress
+    from megatron_lengthgen.evaluation.progress import Amount, Progress
     from megatron_lengthgen.study import mismatch, mismatch_report
 
     tables: dict[str, Any] = {}
-    with Progress(len(tokens) * len(chosen), tokens.numel() * len(chosen), visible=leads) as bar:
-        for number, regularization in enumerate(chosen):
-            label, done = _label(regularization, stored.normalization), number * len(tokens)
+    labels = [_label(regularization, stored.normalization) for regularization in chosen]
+    wanted = dict.fromkeys(labels, Amount(len(tokens), tokens.numel()))
+    done = dict.fromkeys(labels, Amount(0, 0))
+
+    def progress(label: str, sequences: int) -> None:
+        done[label] = Amount(sequences, sequences * tokens.shape[1])
+        bar.update(label, label, done)
+
+    with Progress(wanted, done, visible=leads) as bar:
+        for label, regularization in zip(labels, chosen, strict=True):
             section = {name: stored.lengthgen[name] for name in ("core_attention",) if name in stored.lengthgen}
             model, args = load_model(
                 arguments.checkpoint,
@@ -179,9 +187,10 @@ def main() -> None:
                 args,
                 tokens,
                 draws=arguments.draws,
-                progress=lambda n, label=label, done=done: bar.update(label, done + n, (done + n) * tokens.shape[1]),  # type: ignore[misc]
+                progress=functools.partial(progress, label),
             )
             del model
+        bar.finish(done)
     if not leads:
         return
     settings = {
