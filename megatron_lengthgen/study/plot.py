@@ -10,9 +10,9 @@ from megatron_lengthgen.files import atomic_file
 
 __all__ = ["Axis", "Curve", "Panel", "Point", "draw"]
 
-# Okabe and Ito's palette: told apart by colour-blind readers.
-_COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Okabe and Ito's palette, wine and grey: told apart by colour-blind readers.
+_COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#882255", "#999999")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "h")
 
 
 class Point(NamedTuple):
