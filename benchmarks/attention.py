@@ -24,6 +24,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import psutil
 import torch
 import torch.nn.functional as F
+from measuring import peak_bytes, synchronize
 from torch import Tensor
 
 from megatron_lengthgen import backends
@@ -86,13 +87,13 @@ def measure(what: str, runs: Runs, options: argparse.Namespace) -> Measured:
             fitting[name] = run
         else:
             print(f"{what}: skipped {name}, {need / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB", flush=True)
-    bytes_ = {name: peak_bytes(run) for name, run in fitting.items()}
+    bytes_ = {name: peak_bytes(run, DEVICE) for name, run in fitting.items()}
     seconds = dict.fromkeys(fitting, float("inf"))
     for _, (name, run) in itertools.product(range(options.repeats), fitting.items()):
-        synchronize()
+        synchronize(DEVICE)
         start = clock()
         run()
-        synchronize()
+        synchronize(DEVICE)
         seconds[name] = min(seconds[name], clock() - start)
     for name in fitting:
         print(f"{what}: {name}, {seconds[name] * 1e3:.2f} ms, {bytes_[name] / 2**20:.1f} MiB", flush=True)
@@ -132,29 +133,8 @@ def layer(window: int | None) -> str:
     return "full attention" if window is None else f"window {window}"
 
 
-def synchronize() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
 def free_memory() -> int:
     return torch.cuda.mem_get_info()[0] if DEVICE == "cuda" else psutil.virtual_memory().available
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most bytes above the start that PyTorch's allocator had handed out while ``run`` ran."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
-        run()
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(itertools.accumulate(sizes, initial=0))
 
 
 def start_megatron() -> None:

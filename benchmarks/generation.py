@@ -31,6 +31,7 @@ from typing import Any
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
+from measuring import peak_bytes, synchronize
 
 from megatron_lengthgen import backends
 
@@ -181,7 +182,7 @@ def compare(name: str, directory: Path, checkpoint: Path, options: argparse.Name
         short = Request(request.prompt_ids, 2, frozenset())
         slow = turn(uncached, short)[1]
         claim(f"decode tokens/s, {what} (peer: a full forward per token)", decode["ours"], 1 / slow, 1.0)
-        peaks = [peak_bytes(partial(e.generate, [short])) / 2**20 for e in (engine, cached)]
+        peaks = [peak_bytes(partial(e.generate, [short]), DEVICE) / 2**20 for e in (engine, cached)]
         goal = 2.0 if directory.name == "tiny" and length >= 16384 else 1.0
         claim(f"peak MiB, {what} (peer: transformers)", *peaks, goal, less_is_better=True)
         # Shorter prompts are one chunk or two, of which nothing or little can be shared.
@@ -211,7 +212,7 @@ def sharing(what: str, make: Callable[..., Engine], length: int) -> None:
         engine = make(length + 1, share_prefixes=share)
         start = clock()
         engine.generate(requests)
-        synchronize()
+        synchronize(DEVICE)
         seconds[share] = clock() - start
     claim(
         f"prefill seconds of {SHARERS} prompts that share 1/16 to 15/16, {what} (peer: ours without sharing)",
@@ -260,7 +261,7 @@ def ticking(head: torch.nn.Module) -> Iterator[list[float]]:
     ticks: list[float] = []
 
     def tick(*_: Any) -> None:
-        synchronize()
+        synchronize(DEVICE)
         ticks.append(clock())
 
     hook = head.register_forward_hook(tick)
@@ -268,27 +269,6 @@ def ticking(head: torch.nn.Module) -> Iterator[list[float]]:
         yield ticks
     finally:
         hook.remove()
-
-
-def synchronize() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most bytes above the start that PyTorch's allocator had handed out while ``run`` ran."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
-        run()
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(itertools.accumulate(sizes, initial=0))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,19 @@
 import functools
 import hashlib
 import json
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_lengthgen.errors import UserError
 
-__all__ = ["PromptEncoder", "load_tokenizer"]
+__all__ = ["PromptEncoder", "load_tokenizer", "prompt_digest"]
+
+
+def prompt_digest(prompt_ids: Sequence[int]) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of the ids, by which a stored answer knows its prompt again."""
+    return hashlib.sha256(array("q", prompt_ids).tobytes()).hexdigest()[:16]
 
 
 def load_tokenizer(source: str) -> Any:

@@ -1,13 +1,11 @@
 """HELMET's questions for one tokenizer."""
 
-import hashlib
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_lengthgen.evaluation.generation.base import Answer, Request
-from megatron_lengthgen.evaluation.prompt import PromptEncoder
+from megatron_lengthgen.evaluation.prompt import PromptEncoder, prompt_digest
 
 from .cite import load_cite
 from .cut import cut_to_fit
@@ -74,7 +72,7 @@ class Question:
     @property
     def digest(self) -> str:
         """First 16 hexadecimal digits of the SHA-256 of the ids."""
-        return hashlib.sha256(array("q", self.prompt_ids).tobytes()).hexdigest()[:16]
+        return prompt_digest(self.prompt_ids)
 
 
 class Helmet:

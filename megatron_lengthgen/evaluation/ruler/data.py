@@ -1,13 +1,11 @@
 """RULER samples for one tokenizer."""
 
 import functools
-import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.evaluation.prompt import PromptEncoder
+from megatron_lengthgen.evaluation.prompt import PromptEncoder, prompt_digest
 
 from . import cwe, fwe, niah, qa, vt
 from .documents import Documents
@@ -63,7 +61,7 @@ class Sample:
     @property
     def digest(self) -> str:
         """First 16 hexadecimal digits of the SHA-256 of the ids."""
-        return hashlib.sha256(array("q", self.prompt_ids).tobytes()).hexdigest()[:16]
+        return prompt_digest(self.prompt_ids)
 
 
 class Ruler:
