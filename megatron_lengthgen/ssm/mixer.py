@@ -80,17 +80,16 @@ def split_conv1d_scan(
             f"channels and a projection of {zxbcdt.size(-1)}: check headdim, ngroups and the sizes of the weights"
         )
     z, xBC, dt = zxbcdt.split([dim, channels, heads], dim=-1)
-    convolved = causal_conv1d(
+    xBC, conv_states = causal_conv1d(
         xBC.mT,
         conv1d_weight,
         conv1d_bias,
         initial_states=initial_conv_states,
-        return_final_states=return_final_states,
+        return_final_states=True,
         activation=activation,
     )
-    xBC, *conv_states = convolved if return_final_states else (convolved,)
     x, B, C = xBC.mT.split([dim, ngroups * state, ngroups * state], dim=-1)
-    scanned = chunk_scan(
+    y, states = chunk_scan(
         x.unflatten(-1, (heads, headdim)),
         dt,
         A,
@@ -103,11 +102,10 @@ def split_conv1d_scan(
         initial_states,
         dt_softplus=True,
         dt_limit=dt_limit,
-        return_final_states=return_final_states,
+        return_final_states=True,
         state_dtype=state_dtype,
     )
-    y, *states = scanned if return_final_states else (scanned,)
     y = y.flatten(2)
     if rmsnorm_weight is not None:
         y = gated_rms_norm(y, rmsnorm_weight, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
-    return (y, *states, *conv_states) if return_final_states else y
+    return (y, states, conv_states) if return_final_states else y
