@@ -10,9 +10,11 @@ __all__ = ["UserError", "run"]
 class UserError(Exception):
     """Bad input. The message is one sentence that names the value and the way out."""
 
+    exit_status = 2
+
 
 def run(main: Callable[[], None]) -> int:
-    """Run a command line; turn a :class:`UserError` into one line on stderr and exit status 2.
+    """Run a command line; turn a :class:`UserError` into one line on stderr and its exit status.
 
     Under torchrun the line of every rank but the first names its rank.
     """
@@ -21,5 +23,5 @@ def run(main: Callable[[], None]) -> int:
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return error.exit_status
     return 0

@@ -3,11 +3,15 @@
 
 torchrun --nproc-per-node N tools/continual_pretrain.py CONF [key=value ...]
 python tools/continual_pretrain.py CONF [key=value ...] --dry-run
+python tools/continual_pretrain.py CONF [key=value ...] --plan --nodes 8 --gpus-per-node 8
+
+tools/launch has scripts for Slurm, several nodes without it, and NeMo-Run.
 """
 
 import argparse
 import sys
 import warnings
+from typing import Any
 
 from megatron_lengthgen import errors
 
@@ -21,7 +25,36 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="print the resolved configuration, the parameter count and the layer table, and exit",
     )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="check the layout, show memory, tokens, operations and checkpoints on a number of GPUs, and exit",
+    )
+    where = parser.add_argument_group("with --plan")
+    where.add_argument("--world-size", type=int, help="GPUs in all; default: those of one node")
+    where.add_argument("--nodes", type=int, help="nodes; default: as many as --world-size fills")
+    where.add_argument("--gpus-per-node", type=int, default=8, help="default: %(default)s")
+    where.add_argument("--gpu-memory", type=float, metavar="GB", help="refuse a run that needs more")
     return parser.parse_intermixed_args()
+
+
+def _cluster(options: argparse.Namespace) -> Any:
+    from megatron_lengthgen.training.plan import Cluster
+
+    per_node = options.gpus_per_node
+    if options.world_size is None:
+        nodes = options.nodes or 1
+    elif options.nodes is not None:
+        raise errors.UserError("--world-size and --nodes say the same thing twice: give one of them")
+    elif options.world_size <= per_node:
+        nodes, per_node = 1, options.world_size
+    elif options.world_size % per_node:
+        raise errors.UserError(
+            f"--world-size {options.world_size} is no multiple of --gpus-per-node {per_node}: change one of them"
+        )
+    else:
+        nodes = options.world_size // per_node
+    return Cluster(nodes, per_node, options.gpu_memory and options.gpu_memory * 1e9)
 
 
 def main() -> None:
@@ -33,7 +66,11 @@ def main() -> None:
     run = config.load(options.conf, options.overrides)
     from megatron_lengthgen.training.run import dry_run, train
 
-    if options.dry_run:
+    if options.plan:
+        from megatron_lengthgen.training.plan import plan
+
+        plan(run, _cluster(options))
+    elif options.dry_run:
         dry_run(run)
     else:
         train(run)

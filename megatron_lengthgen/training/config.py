@@ -1,6 +1,7 @@
 """A run's YAML: Megatron's own argument names, grouped as the user likes, and one ``lengthgen`` section."""
 
 import argparse
+import importlib.util
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -145,6 +146,13 @@ def resolve(values: dict[str, Any], section: dict[str, Any]) -> RunConfig:
         # A second start goes on where the first one stopped.
         values.setdefault("load", values["save"])
         values.setdefault("tensorboard_dir", os.path.join(str(values["save"]), "tensorboard"))
+        # SIGTERM: save at the end of the step, and end.
+        values.setdefault("exit_signal_handler", True)
+    if values.get("async_save"):
+        # Megatron would quietly save synchronously without the one, and end without the other.
+        values.setdefault("use_persistent_ckpt_worker", True)
+        if importlib.util.find_spec("nvidia_resiliency_ext") is None:
+            values.setdefault("async_strategy", "mcore")
     resolved = {**regularization.to_dict(), "core_attention": core_attention}
     if section.get("attention"):
         resolved["attention"] = section["attention"]

@@ -5,8 +5,9 @@ import contextlib
 import dataclasses
 import functools
 import io
-import math
 import os
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,19 @@ from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models import build
 from megatron_lengthgen.training import config as run_config
 from megatron_lengthgen.training import memory
+from megatron_lengthgen.training.faults import lost_contact
+from megatron_lengthgen.training.plan import model_parallel_size, pretended_world_size
+from megatron_lengthgen.training.preflight import check_clocks, check_shared
 from megatron_lengthgen.training.pretrained import check_pretrained
 from megatron_lengthgen.training.progress import TrainingProgress
+from megatron_lengthgen.training.ranks import Ranks, connect
+from megatron_lengthgen.training.recovery import recover
 from megatron_lengthgen.training.resume import check_resume
+from megatron_lengthgen.training.run_lock import RunLock
 
 __all__ = ["dry_run", "train"]
 
+_MEGATRON_TIMEOUT_MINUTES = 10
 _ONE_PROCESS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -63,7 +71,59 @@ def train(run: run_config.RunConfig, *, datasets: Callable[..., Any] | None = No
         UserError: for a configuration that cannot run; nothing was built then.
     """
     backends.prepare()
-    args = run_config.parse(run)
+    from megatron.training import global_vars
+
+    if run.megatron.get("save"):
+        _prepare_saving()
+    ranks = connect(60.0 * float(run.megatron.get("distributed_timeout_minutes") or _MEGATRON_TIMEOUT_MINUTES))
+    args = ranks.agree(lambda: run_config.parse(run))
+    with contextlib.ExitStack() as stack:
+        if args.exit_signal_handler:
+            stack.callback(global_vars.get_signal_handler().release)
+        if args.save:
+            _open_folder(args, ranks, stack)
+        _train(args, ranks, datasets)
+
+
+def _prepare_saving() -> None:
+    """Fork the process that checkpoints need, before there are sockets that it would keep open when this one is killed.
+
+    Slurm sends its signals to all processes of a task. That one must outlive the warning, or there is no last save.
+    """
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        prepare_saving()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _open_folder(args: argparse.Namespace, ranks: Ranks, stack: contextlib.ExitStack) -> None:
+    """Make the run's folder this job's own until ``stack`` closes, and its tracker name a whole checkpoint."""
+
+    def own() -> None:
+        if ranks.rank:
+            return
+        try:
+            stack.enter_context(RunLock(Path(args.save)))
+        except OSError as error:
+            raise UserError(f"save {args.save} cannot be written ({error.strerror}): choose another folder") from error
+        if args.load and Path(args.load).resolve() == Path(args.save).resolve() and not args.ckpt_step:
+            for remark in recover(args.load, verify=args.verify_integrity):
+                _warn(remark)
+
+    if ranks.world_size > 1:
+        warning = check_clocks(ranks)
+        if warning:
+            _warn(warning)
+        check_shared(ranks, Path(args.save), "save")
+    ranks.agree(own)
+
+
+def _warn(text: str) -> None:
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def _train(args: argparse.Namespace, ranks: Ranks, datasets: Callable[..., Any] | None) -> None:
     from megatron.core.enums import ModelType
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import pretrain
@@ -73,7 +133,7 @@ def train(run: run_config.RunConfig, *, datasets: Callable[..., Any] | None = No
     from megatron_lengthgen.training.data import train_valid_test_datasets
     from megatron_lengthgen.training.forward import forward_step
 
-    finished = check_resume(args)
+    finished = ranks.agree(lambda: check_resume(args))
     if args.train_iters and finished >= args.train_iters:
         if args.rank == 0:
             print(
@@ -82,12 +142,10 @@ def train(run: run_config.RunConfig, *, datasets: Callable[..., Any] | None = No
                 flush=True,
             )
         return
-    model = build.model_config(args)
-    remark = None if finished else check_pretrained(args)
+    model = ranks.agree(lambda: build.model_config(args))
+    remark = ranks.agree(lambda: None if finished else check_pretrained(args))
     if args.rank == 0 and remark:
         print(remark, flush=True)
-    if args.save:
-        prepare_saving()
     if args.rank == 0 and args.save:
         print(f"checkpoints and logs: {args.save}", flush=True)
     progress = TrainingProgress(
@@ -111,6 +169,11 @@ def train(run: run_config.RunConfig, *, datasets: Callable[..., Any] | None = No
             f"a file of the run could not be read or written ({reason(error)}): free some space under {args.save} or "
             "choose another save; the last whole checkpoint there is intact, and the same command goes on from it"
         ) from error
+    except RuntimeError as error:
+        lost = lost_contact(error, args.rank, args.save)
+        if lost is None:
+            raise
+        raise lost from error
     finally:
         progress.stop()
 
@@ -135,8 +198,8 @@ def dry_run(run: run_config.RunConfig) -> None:
     backends.prepare()
     from megatron_lengthgen.specs.layer_table import format_layer_table, layer_table
 
-    ranks = _model_parallel_size(run.megatron)
-    with _world_size(max(ranks, int(os.environ.get("WORLD_SIZE", "1")))):
+    ranks = model_parallel_size(run.megatron)
+    with pretended_world_size(max(ranks, int(os.environ.get("WORLD_SIZE", "1")))):
         # TensorBoard's writer would start a log.
         args = run_config.parse(dataclasses.replace(run, megatron={**run.megatron, "tensorboard_dir": None}))
     remark = None if check_resume(args) else check_pretrained(args)
@@ -144,7 +207,7 @@ def dry_run(run: run_config.RunConfig) -> None:
     _print_configuration(args, run)
     if remark:
         print(remark)
-    with _world_size(1):
+    with pretended_world_size(1):
         alone = run_config.parse(dataclasses.replace(run, megatron=_on_one_process(run.megatron, args)))
         build.initialize(alone)
         config = build.model_config(alone)
@@ -174,32 +237,6 @@ def _on_one_process(values: dict[str, Any], args: argparse.Namespace) -> dict[st
     return alone
 
 
-def _model_parallel_size(values: dict[str, Any]) -> int:
-    """Processes of the smallest layout: experts have a tensor parallelism of their own, over the same processes."""
-    tensor, pipeline, context, experts = (
-        int(values.get(f"{name}_size") or 1)
-        for name in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
-    )
-    expert_tensor = int(values.get("expert_tensor_parallel_size") or tensor)
-    return pipeline * math.lcm(tensor * context, expert_tensor * experts)
-
-
-@contextlib.contextmanager
-def _world_size(size: int) -> Any:
-    """Megatron validates a layout against the number of processes, which torchrun has not started here."""
-    saved = {name: os.environ.get(name) for name in ("WORLD_SIZE", "RANK")}
-    os.environ["WORLD_SIZE"] = str(size)
-    os.environ.pop("RANK", None)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def _print_configuration(args: argparse.Namespace, run: run_config.RunConfig) -> None:
     from omegaconf import OmegaConf
 
@@ -223,6 +260,7 @@ def _print_configuration(args: argparse.Namespace, run: run_config.RunConfig) ->
         )
     print(f"weight decay: {args.weight_decay}, on weight matrices and embeddings")
     print(f"masks: {_masks(args)}")
+    print(f"kernel: {_kernel(args)}")
 
 
 def _masks(args: argparse.Namespace) -> str:
@@ -237,6 +275,14 @@ def _masks(args: argparse.Namespace) -> str:
         f"layout-invariant, Philox4x32-10, version {MASK_VERSION}, seed {args.seed}; the same under any TP/PP/DP/CP "
         f"layout, recomputation and resume{own}"
     )
+
+
+def _kernel(args: argparse.Namespace) -> str:
+    """What computes the dropout behind norms."""
+    from megatron_lengthgen.specs import fused_norm
+
+    chosen = build.regularization(args)
+    return fused_norm.describe() if chosen.is_active and chosen.p else "Megatron's own"
 
 
 def _plain(value: Any) -> Any:
