@@ -107,6 +107,7 @@ def chunk_scan(
     return (y, state.flatten(1, 2)) if return_final_states else y
 
 
+@torch.no_grad()
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -121,7 +122,7 @@ def selective_state_update(
     state_batch_indices: Tensor | None = None,
     intermediate_ssm_states: Tensor | None = None,
 ) -> Tensor:
-    """The state space model over a few new tokens, one after another; for decoding.
+    """The state space model over a few new tokens, one after another; for decoding, without gradients.
 
     Args:
         state: [b, h, p, n], overwritten by the state behind the last token.
@@ -154,14 +155,14 @@ def selective_state_update(
     step = _time_step(_narrow(dt, -1), None if dt_bias is None else _narrow(dt_bias, -1), dt_softplus, None, wide)
     decay = torch.exp(step.unsqueeze(-1) * _narrow(A, -1, -2).to(wide))  # [b, s, h, p or 1, n or 1]
     update = step * x.to(wide)
+    decay, update = (tensor.unflatten(2, (groups, -1)) for tensor in (decay, update))
     B, C = B.to(wide), C.to(wide)
-    now = state.to(wide)
+    now = state.to(wide)  # the state itself where it is wide already
+    by_group = now.unflatten(1, (groups, -1))
     outputs = []
     for token in range(x.size(1)):
-        now = (now * decay[:, token]).unflatten(1, (groups, -1))
-        now = now.addcmul_(update[:, token].unflatten(1, (groups, -1)).unsqueeze(-1), B[:, token, :, None, None])
-        outputs.append((now.flatten(2, 3) @ C[:, token].unsqueeze(-1)).view(x.size(0), *x.shape[2:]))
-        now = now.flatten(1, 2)
+        by_group.mul_(decay[:, token]).addcmul_(update[:, token].unsqueeze(-1), B[:, token, :, None, None])
+        outputs.append((by_group.flatten(2, 3) @ C[:, token].unsqueeze(-1)).view(x.size(0), *x.shape[2:]))
     state.copy_(now)
     y = torch.stack(outputs, 1)
     if D is not None:
