@@ -7,9 +7,11 @@ all ranks look at their own machine, report to rank 0 through a key-value store,
 import itertools
 import json
 import os
+import queue
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,6 +28,8 @@ _TIMEOUTS = (torch.distributed.DistStoreError, torch.distributed.DistNetworkErro
 _FAREWELL = 10
 #: Seconds for which the data loaders of a rank 0 that was killed may still hold its port.
 _CLOSING = 20
+#: Seconds beyond its own timeout that the store is waited for.
+_GRACE = 5
 _IN_USE = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _stores: dict[tuple[str, int, bool], torch.distributed.TCPStore] = {}
 _launches = itertools.count()
@@ -173,22 +177,49 @@ def connect(timeout: float) -> Ranks:
 
 
 def _store(address: str, port: int, is_master: bool, rank: int, timeout: float) -> torch.distributed.TCPStore:
+    def make() -> torch.distributed.TCPStore:
+        return torch.distributed.TCPStore(
+            address,
+            port,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            multi_tenant=True,
+        )
+
     end = time.monotonic() + min(timeout, _CLOSING)
     while True:
         try:
-            return torch.distributed.TCPStore(
-                address,
-                port,
-                is_master=is_master,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout),
-                multi_tenant=True,
-            )
+            return _within(timeout + _GRACE, make)
+        except TimeoutError:
+            raise UserError(
+                f"something that is no rank 0 holds {address}:{port}: end it, or choose another MASTER_PORT"
+            ) from None
         except _TIMEOUTS as error:
             if is_master and _IN_USE.search(str(error)) and time.monotonic() < end:
                 time.sleep(0.5)
                 continue
             raise UserError(_unreachable(rank, f"{address}:{port}", timeout, str(error))) from error
+
+
+def _within[T](seconds: float, make: Callable[[], T]) -> T:
+    """What ``make`` returns; TimeoutError where it does not, for a store waits for ever for a greeting."""
+    results: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put(make())
+        except BaseException as error:
+            results.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        result = results.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _unreachable(rank: int, where: str, timeout: float, error: str) -> str:

@@ -16,6 +16,8 @@ from megatron_lengthgen.errors import UserError
 __all__ = ["recover"]
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
+#: What Megatron writes last into a checkpoint.
+_END = "metadata.json"
 _INTEGRITY = "integrity.json"
 
 
@@ -50,13 +52,17 @@ def recover(folder: str | os.PathLike[str], *, verify: bool = False) -> list[str
     damaged: list[tuple[Path, str]] = []
     if latest is not None and latest not in candidates:
         damaged.append((folder / f"iter_{latest:07d}", "it is not there"))
-    for iteration in sorted((known for known in candidates if latest is None or known <= latest), reverse=True):
+    trusted = [
+        iteration
+        for iteration, path in candidates.items()
+        if (iteration <= latest if latest is not None else (path / _END).is_file())
+    ]
+    for iteration in sorted(trusted, reverse=True):
         fault = _fault(candidates[iteration], verify)
         if fault is None:
             if iteration == latest:
                 return []
-            remarks = [_set_aside(path, fault) for path, fault in damaged if path.is_dir()]
-            remarks += [f"{path} is named by {TRACKER}, but {fault}" for path, fault in damaged if not path.is_dir()]
+            remarks = [_set_aside(path, fault) for path, fault in damaged]
             if latest is None:
                 what = "is missing" if written is None else f"holds {written!r}, no iteration"
                 remarks.insert(0, f"{tracker} {what}")
@@ -92,6 +98,8 @@ def _fault(checkpoint: Path, verify: bool) -> str | None:
 
 
 def _set_aside(path: Path, fault: str) -> str:
+    if not path.is_dir():
+        return f"{path.name} is named by {TRACKER}, but {fault}"
     names = (path.with_name(f"{path.name}.damaged{number}") for number in ("", *range(1, 1000)))
     aside = next(name for name in names if not name.exists())
     os.replace(path, aside)
