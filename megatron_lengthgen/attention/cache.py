@@ -1,4 +1,4 @@
-"""Keys and values of one sequence, all layers, as core attention sees them (keys after RoPE)."""
+"""What one sequence leaves behind in all layers: keys (after RoPE) and values of attention, states of Mamba."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,11 @@ __all__ = ["SequenceCache"]
 
 
 class SequenceCache:
-    """Key-value cache of one sequence.
+    """Key-value cache of one sequence, and the states of its Mamba layers.
 
     Megatron's ``StaticInferenceContext`` keeps keys before RoPE and ropes all of them again on each call, at full
     length also for windowed layers. This one sits behind RoPE, in the core attention, and a layer with a window of W
-    tokens keeps a buffer of at most 2 W + 1024 positions.
+    tokens keeps a buffer of at most 2 W + 1024 positions. A Mamba layer keeps the same few tensors at any length.
 
     Args:
         capacity: most tokens that the sequence will hold.
@@ -20,6 +20,8 @@ class SequenceCache:
     def __init__(self, capacity: int):
         self.capacity = capacity
         self._layers: dict[int, _Layer] = {}
+        #: Layer number -> the state that a Mamba layer left behind, whose tensors nobody writes to.
+        self.states: dict[int, tuple[Tensor, ...]] = {}
 
     def append(self, layer_number: int, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         """Add new positions of a layer and return all that its new queries may see.
@@ -43,7 +45,7 @@ class SequenceCache:
     def fork(self, capacity: int) -> "SequenceCache":
         """A cache of its own with the same positions, to go on from here in another way.
 
-        It copies what later queries can see: all keys of full layers, the window of windowed ones.
+        It copies what later queries can see: all keys of full layers, the window of windowed ones. States are shared.
 
         Args:
             capacity: most tokens that the new sequence will hold, those already there included.
@@ -53,12 +55,14 @@ class SequenceCache:
         """
         other = SequenceCache(capacity)
         other._layers = {number: layer.fork(capacity) for number, layer in self._layers.items()}
+        other.states = dict(self.states)
         return other
 
     @property
     def nbytes(self) -> int:
-        """Memory of the buffers in bytes."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers.values())
+        """Memory of buffers and states in bytes."""
+        buffers = sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers.values())
+        return buffers + sum(tensor.nbytes for state in self.states.values() for tensor in state)
 
 
 class _Layer:

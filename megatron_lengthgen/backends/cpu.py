@@ -14,6 +14,7 @@ What is replaced, and why:
 * ``Tensor.type()``: Megatron's optimizers compare it with the names of CUDA tensor types.
 * the random-state getters of ``megatron.core.tensor_parallel.random``: without CUDA one raises and the other
   queues its work for a device that never comes, which would leave every fork of the tracker without effect.
+* the kernels of ``mamba_ssm`` and ``causal_conv1d``, which run on CUDA alone: :mod:`megatron_lengthgen.ssm`.
 * ``DistributedOptimizer.state_dict`` and ``load_state_dict``, which fail on a fresh optimizer of PyTorch's.
 * ``megatron.training``'s CUDA assertion, its compilation of dataset helpers that the wheel already carries, its
   warm-up of fused kernels, and its default of one NCCL communicator per group.
@@ -253,9 +254,33 @@ def _redirect_megatron_core() -> None:
 
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
+    _provide_mamba_kernels()
     _repair_distributed_optimizer_loading()
     # The tracker warns at every fork that it is not initialised for CUDA graphs; there are none here.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
+
+
+def _provide_mamba_kernels() -> None:
+    """Give ``MambaMixer`` the reference path, under the names that it imports from packages for CUDA."""
+    from megatron.core.ssm import mamba_mixer
+
+    from megatron_lengthgen.ssm.mixer import split_conv1d_scan
+    from megatron_lengthgen.ssm.scan import chunk_scan
+    from megatron_lengthgen.ssm.sharded_norm import ShardedGatedRMSNorm
+
+    replacements: dict[str, Any] = {
+        "HAVE_MAMBA_SSM": True,
+        "MAMBA_HAS_STATE_DTYPE": True,
+        "ExtendedRMSNorm": ShardedGatedRMSNorm,
+        "mamba_split_conv1d_scan_combined": split_conv1d_scan,
+        "mamba_chunk_scan_combined": chunk_scan,
+        # Without these, MambaMixer takes plain PyTorch itself.
+        "causal_conv1d_fn": None,
+        "causal_conv1d_update": None,
+        "selective_state_update": None,
+    }
+    for name, replacement in replacements.items():
+        setattr(mamba_mixer, name, replacement)
 
 
 def _repair_distributed_optimizer_loading() -> None:

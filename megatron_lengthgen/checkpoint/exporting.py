@@ -19,7 +19,8 @@ from megatron_lengthgen.checkpoint.common import check_space, make_readable, rep
 from megatron_lengthgen.checkpoint.tensors import StoredModel
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.files import write_json
-from megatron_lengthgen.models import hugging_face, llama
+from megatron_lengthgen.models import hugging_face
+from megatron_lengthgen.models.entries import Entry
 
 __all__ = ["DTYPES", "export_model"]
 
@@ -39,9 +40,10 @@ def export_model(
 ) -> dict[str, Any]:
     """Write safetensors shards with their index, ``config.json``, ``generation_config.json`` and the tokenizer.
 
-    The model is a ``LlamaForCausalLM``, or a ``SmolLM3ForCausalLM`` where it has windows or layers without RoPE. Rows
-    that pad the vocabulary are cut off; zero-centred gains of norms become plain ones, which may round them. Tokenizer,
-    generation settings and special tokens come from where :func:`.load.tokenizer_dir` finds them.
+    The model is a ``LlamaForCausalLM``, a ``SmolLM3ForCausalLM`` where it has windows or layers without RoPE, or a
+    ``Mamba2ForCausalLM``. Rows that pad the vocabulary are cut off; zero-centred gains of norms become plain ones,
+    which may round them. Tokenizer, generation settings and special tokens come from where
+    :func:`.load.tokenizer_dir` finds them.
 
     One process does it, without a model or process groups; memory holds one shard and up to four times one parameter,
     which torch's reader copies on the way. The directory appears under ``destination`` only when it is complete.
@@ -72,7 +74,7 @@ def export_model(
     source = _source_config(side_files)
     args.vocab_size = _vocab_size(args, source)
     config = hugging_face.config_json(args) | {name: source.get(name) for name in _TOKENS}
-    entries, stored = llama.key_map(vars(args)), StoredModel(path)
+    entries, stored = hugging_face.key_map(vars(args)), StoredModel(path)
     stored.check(entries)
     to = _dtype(stored, dtype)
     config["dtype"] = str(to).removeprefix("torch.")
@@ -149,7 +151,7 @@ def _dtype(stored: StoredModel, dtype: str | None) -> torch.dtype:
     return found.pop()
 
 
-def _assign(entries: list[llama.Entry], itemsize: int, limit: int) -> dict[str, str]:
+def _assign(entries: list[Entry], itemsize: int, limit: int) -> dict[str, str]:
     """File of each tensor: as many in a file, in order, as ``limit`` bytes hold."""
     numbers: dict[str, int] = {}
     number, used = 1, 0
@@ -167,7 +169,7 @@ def _assign(entries: list[llama.Entry], itemsize: int, limit: int) -> dict[str, 
 
 def _write_shards(
     stored: StoredModel,
-    entries: list[llama.Entry],
+    entries: list[Entry],
     files: dict[str, str],
     directory: Path,
     dtype: torch.dtype,
@@ -178,7 +180,7 @@ def _write_shards(
     file = next(iter(files.values()))
     for done, entry in enumerate(entries, start=1):
         tensor = stored.read(entry.megatron)
-        if is_zero_centred and entry.megatron.endswith("layernorm.weight"):
+        if is_zero_centred and entry.is_layer_norm:
             tensor = tensor.float() + 1
         for name, part in zip(entry.hugging_face, entry.unpack(tensor), strict=True):
             if files[name] != file:

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.models.llama import Entry
+from megatron_lengthgen.models.entries import Entry
 
 __all__ = ["INDEX", "SIDE_FILES", "SINGLE", "Source", "copy_side_files", "open_source"]
 
@@ -54,11 +54,11 @@ class Source:
     files: dict[str, str]
     headers: dict[str, tuple[str, tuple[int, ...]]]
 
-    def check(self, entries: Iterable[Entry], *, tied: bool) -> None:
+    def check(self, entries: Sequence[Entry], *, tied: bool) -> None:
         """Hold the tensors against the key map.
 
         Args:
-            entries: the key map of the model that ``config`` describes.
+            entries: the key map of the model that ``config`` describes; the input embedding is first.
             tied: whether input and output embeddings are one; a second copy is then accepted if it is equal.
 
         Raises:
@@ -74,7 +74,7 @@ class Source:
         unknown = [name for name in self.headers if name not in wanted and not _COMPUTED.search(name)]
         if tied and "lm_head.weight" in unknown:
             unknown.remove("lm_head.weight")
-            self._check_tied_copy()
+            self._check_tied_copy(entries[0].hugging_face[0])
         if unknown:
             raise UserError(f"{_some(unknown)} {where} has no place in {self.config['architectures'][0]}")
         for name, shape in wanted.items():
@@ -87,11 +87,11 @@ class Source:
                     "save the model in one of them"
                 )
 
-    def _check_tied_copy(self) -> None:
-        if not torch.equal(self.tensor("lm_head.weight"), self.tensor("model.embed_tokens.weight")):
+    def _check_tied_copy(self, embedding: str) -> None:
+        if not torch.equal(self.tensor("lm_head.weight"), self.tensor(embedding)):
             raise UserError(
-                f"config.json in {self.root} ties the embeddings, but lm_head.weight differs from "
-                "model.embed_tokens.weight: set tie_word_embeddings to false to keep both"
+                f"config.json in {self.root} ties the embeddings, but lm_head.weight differs from {embedding}: set "
+                "tie_word_embeddings to false to keep both"
             )
 
     def tensor(self, name: str) -> Tensor:

@@ -19,7 +19,8 @@ from megatron_lengthgen.checkpoint import huggingface, load
 from megatron_lengthgen.checkpoint.common import LOCAL, check_space, prepare_saving, reason, replacing_directory
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.files import write_json
-from megatron_lengthgen.models import hugging_face, llama
+from megatron_lengthgen.models import hugging_face
+from megatron_lengthgen.models.entries import Entry
 
 __all__ = ["DTYPES", "ORIGIN", "import_model"]
 
@@ -40,7 +41,7 @@ def import_model(
     force: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> bool:
-    """Convert a model of the Llama family, SmolLM3 included.
+    """Convert a Llama, SmolLM3 or Mamba-2 model.
 
     The result holds one ``release`` checkpoint as ``megatron.training`` writes it, so ``--load`` and
     ``--pretrained-checkpoint`` start from it at iteration 0 on any tensor and pipeline size, and ``hf/`` with the
@@ -80,7 +81,7 @@ def import_model(
     opened = huggingface.open_source(source)
     values = hugging_face.megatron_args(opened.config, make_vocab_size_divisible_by=make_vocab_size_divisible_by)
     values |= _attention(values, window, pattern, rope)
-    entries = llama.key_map(values)
+    entries = hugging_face.key_map(values)
     origin = _origin(source, opened, dtype, make_vocab_size_divisible_by)
     if window is not None:
         origin["attention"] = {"window": window, "pattern": pattern, "rope": rope}
@@ -108,6 +109,8 @@ def _attention(values: Mapping[str, Any], window: int | None, pattern: str | Non
         if pattern is not None or rope is not None:
             raise UserError(f"pattern {pattern!r} and rope {rope!r} say where a window goes: set a window, too")
         return {}
+    if "hybrid_layer_pattern" in values:
+        raise UserError(f"window {window} is for attention, and this model has Mamba layers alone: leave window out")
     if rope not in (None, "windowed"):
         raise UserError(f"unknown rope {rope!r}: leave it out, or choose windowed")
     layers = values["num_layers"]
@@ -158,7 +161,7 @@ def _is_occupied(destination: Path, origin: dict[str, Any], force: bool) -> bool
     )
 
 
-def _size(values: Mapping[str, Any], entries: list[llama.Entry], dtype: str) -> int:
+def _size(values: Mapping[str, Any], entries: list[Entry], dtype: str) -> int:
     """Bytes on disk."""
     parameters = sum(math.prod(shape) for entry in entries for shape in entry.shapes)
     padding = (values["padded_vocab_size"] - values["vocab_size"]) * values["hidden_size"]
@@ -168,7 +171,7 @@ def _size(values: Mapping[str, Any], entries: list[llama.Entry], dtype: str) -> 
 def _save(
     values: dict[str, Any],
     tokenizer: dict[str, Any],
-    entries: list[llama.Entry],
+    entries: list[Entry],
     opened: huggingface.Source,
     directory: Path,
     progress: Callable[[int, int], None],
@@ -219,7 +222,7 @@ def _move_to_files(parameters: dict[str, torch.nn.Parameter], directory: Path) -
 
 def _fill(
     parameters: dict[str, torch.nn.Parameter],
-    entries: list[llama.Entry],
+    entries: list[Entry],
     opened: huggingface.Source,
     progress: Callable[[int, int], None],
 ) -> None:

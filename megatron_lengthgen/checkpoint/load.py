@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import itertools
 import os
 import re
 import warnings
@@ -255,12 +256,15 @@ def _check_layout(stored: argparse.Namespace, tensor_parallel: int, pipeline_par
             if name == "padded_vocab_size":
                 way_out += " or import the model again with --make-vocab-size-divisible-by a multiple of both"
             raise UserError(f"tensor parallel size {tensor_parallel} does not divide {name}={value}: {way_out}")
-    if pipeline_parallel > 1 and getattr(stored, "hybrid_layer_pattern", None):
+    symbols = _symbols(stored)
+    if "M" in symbols:
+        _check_mamba(stored, tensor_parallel)
+    if symbols and len(symbols) < pipeline_parallel:
         raise UserError(
-            f"the hybrid model of pattern {stored.hybrid_layer_pattern!r} is loaded without pipeline parallelism, got "
-            f"pipeline parallel size {pipeline_parallel}: choose 1"
+            f"pipeline parallel size {pipeline_parallel} is more than the {len(symbols)} layers of pattern {symbols!r}"
+            ": choose fewer stages"
         )
-    if stored.num_layers % pipeline_parallel:
+    if not symbols and stored.num_layers % pipeline_parallel:
         raise UserError(
             f"pipeline parallel size {pipeline_parallel} does not divide num_layers={stored.num_layers}: choose one "
             "that divides it"
@@ -272,6 +276,28 @@ def _check_layout(stored: argparse.Namespace, tensor_parallel: int, pipeline_par
         if pipeline_parallel > 1:
             sizes += f" with pipeline parallel size {pipeline_parallel}"
         raise UserError(f"{sizes} does not fit {world} process(es): start with torchrun --nproc-per-node {size}")
+
+
+def _check_mamba(stored: argparse.Namespace, tensor_parallel: int) -> None:
+    # MambaMixer asserts it, in every process and without the numbers.
+    heads = stored.mamba_num_heads or 2 * stored.hidden_size // stored.mamba_head_dim
+    for name, value in (("mamba_num_heads", heads), ("mamba_num_groups", stored.mamba_num_groups)):
+        if value % tensor_parallel:
+            raise UserError(
+                f"tensor parallel size {tensor_parallel} does not divide {name}={value}: choose one that divides it"
+            )
+
+
+def _symbols(stored: argparse.Namespace) -> str:
+    """One symbol for each layer of a hybrid model; empty for other models."""
+    return (getattr(stored, "hybrid_layer_pattern", None) or "").replace("|", "")
+
+
+def _in_stages(symbols: str, stages: int) -> str:
+    """``symbols`` with the borders of as equal ``stages`` as there are; longer ones come first."""
+    size, longer = divmod(len(symbols), stages)
+    borders = [stage * size + min(stage, longer) for stage in range(stages + 1)]
+    return "|".join(symbols[start:end] for start, end in itertools.pairwise(borders))
 
 
 def _arguments(
@@ -297,8 +323,7 @@ def _arguments(
             "micro_batch_size": 1,
             **LOCAL,
             **layout,
-            # Without borders between stages: there is one.
-            "hybrid_layer_pattern": (getattr(stored, "hybrid_layer_pattern", None) or "").replace("|", "") or None,
+            "hybrid_layer_pattern": _in_stages(_symbols(stored), layout["pipeline_model_parallel_size"]) or None,
             "tokenizer_type": "NullTokenizer",
             "vocab_size": stored.vocab_size or stored.padded_vocab_size,
             "no_initialization": True,

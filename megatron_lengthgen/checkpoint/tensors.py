@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_lengthgen import backends
 from megatron_lengthgen.checkpoint import load
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.models.llama import Entry
+from megatron_lengthgen.models.entries import Entry
 
 __all__ = ["StoredModel"]
 
@@ -21,6 +21,13 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "norm.weight": "mixer.in_proj.layer_norm_weight",
+}
+# What MambaMixer stores in parts, which tensor-parallel ranks split each for itself (``ssm/mamba_mixer.py``).
+_PARTS = {
+    "mixer.in_proj.weight": [f"mixer.in_proj.weight.{part}" for part in ("z", "x", "B", "C", "dt")],
+    "mixer.conv1d_weight": [f"mixer.conv1d.weight.{part}" for part in "xBC"],
+    "mixer.conv1d_bias": [f"mixer.conv1d.bias.{part}" for part in "xBC"],
 }
 
 
@@ -62,11 +69,14 @@ class StoredModel:
         """
         placed: dict[str, int] = {}
         for entry in entries:
-            key, layer = self._place(entry.megatron)
-            placed[key] = placed.get(key, 0) + 1
-            found = list(self._tensors[key].size)[0 if layer is None else 1 :]
+            places = self._places(entry.megatron)
+            for key, _ in places:
+                placed[key] = placed.get(key, 0) + 1
+            shapes = [list(self._tensors[key].size)[0 if layer is None else 1 :] for key, layer in places]
+            found = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
             wanted = list(entry.pack([torch.empty(shape, device="meta") for shape in entry.shapes]).shape)
             if found != wanted:
+                key = places[0][0] if len(places) == 1 else entry.megatron
                 raise UserError(f"{key} in {self._path} has shape {found}, but its arguments ask for {wanted}")
         for key, layers in placed.items():
             if layers > 1 and layers != self._tensors[key].size[0]:
@@ -90,12 +100,15 @@ class StoredModel:
         Raises:
             UserError: not there, or not all of it.
         """
+        parts = [self._read(key, layer) for key, layer in self._places(name)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read(self, key: str, layer: int | None) -> Tensor:
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
         from torch.distributed.checkpoint.planner import LoadPlan
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-        key, layer = self._place(name)
         stored = self._tensors[key]
         offsets, sizes = [0] * len(stored.size), list(stored.size)
         if layer is not None:
@@ -114,16 +127,25 @@ class StoredModel:
         self._reader.read_data(LoadPlan(items), Planner())
         return target if layer is None else target[0]
 
-    def _place(self, name: str) -> tuple[str, int | None]:
-        """Key of a parameter, and its layer in the stack of all layers' if that is how it is stored."""
-        candidates: list[tuple[str, int | None]] = [(name, None)]
+    def _places(self, name: str) -> list[tuple[str, int | None]]:
+        """Keys of a parameter's parts along its first axis, one as a rule, each with its layer where all are stacked.
+
+        In a stack of all layers the first axis is the layer's.
+        """
+        candidates: list[list[tuple[str, int | None]]] = [[(name, None)]]
         match = _LAYER.fullmatch(name)
         if match:
             layer, rest = int(match[1]), match[2]
-            for spelling in (rest, _FUSED.get(rest, rest)):
-                candidates += [(f"decoder.layers.{layer}.{spelling}", None), (f"decoder.layers.{spelling}", layer)]
-        for key, layer_in_stack in candidates:
-            stored = self._tensors.get(key)
-            if stored is not None and (layer_in_stack is None or layer_in_stack < stored.size[0]):
-                return key, layer_in_stack
+            for spellings in ([rest], [_FUSED.get(rest, rest)], _PARTS.get(rest, [rest])):
+                candidates += [
+                    [(f"decoder.layers.{layer}.{spelling}", None) for spelling in spellings],
+                    [(f"decoder.layers.{spelling}", layer) for spelling in spellings],
+                ]
+        for places in candidates:
+            if all(self._holds(key, layer) for key, layer in places):
+                return places
         raise UserError(f"{self._path} lacks {name}, which its arguments ask for; save the checkpoint again")
+
+    def _holds(self, key: str, layer: int | None) -> bool:
+        stored = self._tensors.get(key)
+        return stored is not None and (layer is None or layer < stored.size[0])

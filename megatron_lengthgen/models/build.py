@@ -60,7 +60,7 @@ def model_config(args: argparse.Namespace) -> Any:
 
 def _check_layers(args: argparse.Namespace) -> None:
     from megatron.core.extensions.transformer_engine import HAVE_TE
-    from megatron.core.ssm.mamba_mixer import HAVE_MAMBA_SSM
+    from megatron.core.ssm import mamba_mixer
 
     if args.transformer_impl == "transformer_engine" and not (HAVE_TE and torch.cuda.is_available()):
         lack, way = ("finds no CUDA", "") if HAVE_TE else ("cannot be imported", "install it, or ")
@@ -69,10 +69,10 @@ def _check_layers(args: argparse.Namespace) -> None:
             "local"
         )
     symbols = args.hybrid_layer_pattern or ""
-    if "M" in symbols and not HAVE_MAMBA_SSM:
+    if "M" in symbols and not mamba_mixer.HAVE_MAMBA_SSM:
         raise UserError(
-            f"hybrid_layer_pattern {symbols!r} has Mamba layers (M), which need mamba_ssm, and it cannot be imported "
-            "here: install mamba-ssm on a machine with CUDA, or choose a pattern without M"
+            f"hybrid_layer_pattern {symbols!r} has Mamba layers (M), which need mamba_ssm where there is CUDA, and it "
+            "cannot be imported: install mamba-ssm, or choose a pattern without M"
         )
     if "E" in symbols and not args.num_experts:
         raise UserError(

@@ -6,25 +6,23 @@ stream. Megatron names are those of the local layer spec (``megatron/core/models
 layer numbers.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.models.entries import Entry, one, padded_vocab_size, vocabulary
 
 __all__ = [
     "ARCHITECTURE",
-    "Entry",
     "config_json",
     "key_map",
     "megatron_args",
     "pack_gate_up",
     "pack_qkv",
-    "padded_vocab_size",
     "unpack_gate_up",
     "unpack_qkv",
 ]
@@ -35,15 +33,6 @@ ARCHITECTURE = "LlamaForCausalLM"
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int) -> int:
-    """Rows of the embedding: ``vocab_size`` rounded up, whatever the tensor parallel size.
-
-    Megatron rounds to a multiple of ``make_vocab_size_divisible_by * tensor_model_parallel_size``
-    (``megatron/training/vocab_utils.py``), which would make the same model another one on another layout.
-    """
-    return math.ceil(vocab_size / make_vocab_size_divisible_by) * make_vocab_size_divisible_by
 
 
 def megatron_args(hf_config: Mapping[str, Any], *, make_vocab_size_divisible_by: int = 128) -> dict[str, Any]:
@@ -192,25 +181,6 @@ def _rope_json(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": both, "rope_theta": theta, "rope_scaling": scaling and both}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One Megatron parameter and the Hugging Face tensors that it is made of.
-
-    Attributes:
-        megatron: name in ``GPTModel.state_dict()`` of an unsplit model (TP=1, PP=1).
-        hugging_face: names in the Hugging Face model, in the order that ``pack`` takes and ``unpack`` gives.
-        shapes: shapes of those tensors.
-        pack: Hugging Face tensors -> Megatron tensor.
-        unpack: Megatron tensor -> Hugging Face tensors; the exact inverse.
-    """
-
-    megatron: str
-    hugging_face: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    pack: Callable[[Sequence[Tensor]], Tensor]
-    unpack: Callable[[Tensor], tuple[Tensor, ...]]
-
-
 def key_map(args: Mapping[str, Any]) -> list[Entry]:
     """Every parameter of the model, in the order of the layers.
 
@@ -223,26 +193,14 @@ def key_map(args: Mapping[str, Any]) -> list[Entry]:
     vocab, padded = args["vocab_size"], args["padded_vocab_size"]
     query, key = (heads * head_dim, hidden), (groups * head_dim, hidden)
 
-    def one(megatron: str, hugging_face: str, *shape: int) -> Entry:
-        return Entry(megatron, (hugging_face,), (shape,), lambda tensors: tensors[0], lambda tensor: (tensor,))
-
-    def rows(megatron: str, hugging_face: str) -> Entry:
-        return Entry(
-            megatron,
-            (hugging_face,),
-            ((vocab, hidden),),
-            lambda tensors: (
-                torch.nn.functional.pad(tensors[0], (0, 0, 0, padded - vocab)) if padded > vocab else tensors[0]
-            ),
-            lambda tensor: (tensor[:vocab],),
-        )
-
+    rows = partial(vocabulary, rows=vocab, padded=padded, hidden=hidden)
+    norm = partial(one, is_layer_norm=True)
     entries = [rows("embedding.word_embeddings.weight", "model.embed_tokens.weight")]
     for layer in range(args["num_layers"]):
         here, there = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         attention, mlp = there + "self_attn.", there + "mlp."
         entries += [
-            one(here + "input_layernorm.weight", there + "input_layernorm.weight", hidden),
+            norm(here + "input_layernorm.weight", there + "input_layernorm.weight", hidden),
             Entry(
                 here + "self_attention.linear_qkv.weight",
                 tuple(attention + f"{name}_proj.weight" for name in "qkv"),
@@ -251,7 +209,7 @@ def key_map(args: Mapping[str, Any]) -> list[Entry]:
                 lambda tensor: unpack_qkv(tensor, heads=heads, groups=groups),
             ),
             one(here + "self_attention.linear_proj.weight", attention + "o_proj.weight", hidden, heads * head_dim),
-            one(here + "pre_mlp_layernorm.weight", there + "post_attention_layernorm.weight", hidden),
+            norm(here + "pre_mlp_layernorm.weight", there + "post_attention_layernorm.weight", hidden),
             Entry(
                 here + "mlp.linear_fc1.weight",
                 (mlp + "gate_proj.weight", mlp + "up_proj.weight"),
@@ -261,7 +219,7 @@ def key_map(args: Mapping[str, Any]) -> list[Entry]:
             ),
             one(here + "mlp.linear_fc2.weight", mlp + "down_proj.weight", hidden, ffn),
         ]
-    entries.append(one("decoder.final_layernorm.weight", "model.norm.weight", hidden))
+    entries.append(norm("decoder.final_layernorm.weight", "model.norm.weight", hidden))
     if args["untie_embeddings_and_output_weights"]:
         entries.append(rows("output_layer.weight", "lm_head.weight"))
     return entries

@@ -12,7 +12,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
@@ -24,6 +24,7 @@ from megatron_lengthgen.specs.gpt import CoreAttention, core_attention_class
 from megatron_lengthgen.specs.hybrid_stack import FinalNormHybridStack, FinalNormHybridStackSubmodules
 from megatron_lengthgen.specs.substitution import apply
 from megatron_lengthgen.specs.torch_norm import TorchNorm
+from megatron_lengthgen.ssm.cached_mixer import CachedMambaMixer
 
 __all__ = [
     "hybrid_none",
@@ -69,7 +70,7 @@ def stock_stack(
     mamba = MambaLayerSubmodules(
         norm=TorchNorm,
         mixer=ModuleSpec(
-            module=MambaMixer,
+            module=CachedMambaMixer,
             submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
         ),
         mamba_bda=get_bias_dropout_add,

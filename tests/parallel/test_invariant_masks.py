@@ -101,7 +101,7 @@ HYBRID_LAYOUTS: dict[int, Runs] = {
     1: {"tp1_recompute": (FULL,)},
     2: {
         "tp2_sp_recompute": (f"{TP2_SP},{FULL}",),
-        "pp2_uneven_recompute": (f"{PP2},hybrid_layer_pattern='*-*|-',{FULL}",),
+        "pp2_uneven_recompute": (f"{PP2},hybrid_layer_pattern='M*-M|*-',{FULL}",),
     },
 }
 MORE_HYBRID_LAYOUTS: dict[int, Runs] = {
@@ -110,8 +110,8 @@ MORE_HYBRID_LAYOUTS: dict[int, Runs] = {
         "tp2": (TP2,),
         "tp2_sp": (TP2_SP,),
         "pp2": (PP2,),
-        "interleaved": (f"{PP2},hybrid_layer_pattern='*|-|*|-'",),
-        "interleaved_recompute": (f"{PP2},hybrid_layer_pattern='*|-|*|-',{FULL}",),
+        "interleaved": (f"{PP2},hybrid_layer_pattern='M|*-|M*|-'",),
+        "interleaved_recompute": (f"{PP2},hybrid_layer_pattern='M|*-|M*|-',{FULL}",),
         "dp2_evaluate": (EVALUATE,),
         "moved": (f"{PP2},{ANY_LAYOUT},{STOP}", f"{TP2_SP},{ANY_LAYOUT}"),
     },

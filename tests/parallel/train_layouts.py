@@ -84,20 +84,25 @@ def main() -> None:
     for layout in layouts:
         if layout.endswith(".yaml"):
             conf = layout
-            continue
-        name, _, text = layout.partition(":")
-        overrides = [f"save={Path(out) / name}", *filter(None, re.split(_COMMA, text))]
-        disturbed = [item.removeprefix("disturb=") for item in overrides if item.startswith("disturb=")]
-        run = config.load(conf, [item for item in overrides if not item.startswith("disturb=")])
-        with contextlib.ExitStack() as stack:
-            for disturbance in disturbed:
-                stack.enter_context(DISTURBANCES[disturbance]())
-            try:
-                train(run)
-            except SystemExit as stop:  # Megatron leaves so at exit_interval
-                if stop.code:
-                    raise
-        build.forget()
+        else:
+            train_one(Path(conf), Path(out), layout)
+
+
+def train_one(conf: Path, out: Path, layout: str) -> None:
+    """One run: ``layout`` is its name and its overrides, as on the command line."""
+    name, _, text = layout.partition(":")
+    overrides = [f"save={out / name}", *filter(None, re.split(_COMMA, text))]
+    disturbed = [item.removeprefix("disturb=") for item in overrides if item.startswith("disturb=")]
+    run = config.load(conf, [item for item in overrides if not item.startswith("disturb=")])
+    with contextlib.ExitStack() as stack:
+        for disturbance in disturbed:
+            stack.enter_context(DISTURBANCES[disturbance]())
+        try:
+            train(run)
+        except SystemExit as stop:  # Megatron leaves so at exit_interval
+            if stop.code:
+                raise
+    build.forget()
 
 
 if __name__ == "__main__":

@@ -7,9 +7,17 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, SmolLM3Config, SmolLM3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    PreTrainedTokenizerFast,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
-__all__ = ["SMOLLM3", "TINY", "add_tokenizer", "edit_config", "logits", "make_model"]
+__all__ = ["MAMBA2", "SMOLLM3", "TINY", "add_tokenizer", "edit_config", "logits", "make_model"]
 
 TINY: dict[str, Any] = {
     "vocab_size": 1003,
@@ -36,27 +44,46 @@ SMOLLM3: dict[str, Any] = {
 }
 """Windows in the first and third layer alone, no RoPE in the second and fifth, embeddings tied by default."""
 
+MAMBA2: dict[str, Any] = {
+    "vocab_size": 1003,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_heads": 6,
+    "head_dim": 16,
+    "state_size": 16,
+    "n_groups": 1,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
+_FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, TINY),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, SMOLLM3),
+    "mamba2": (Mamba2ForCausalLM, Mamba2Config, MAMBA2),
+}
+
 
 def make_model(
     directory: Path,
     dtype: torch.dtype = torch.float32,
     shard: str = "50GB",
     *,
-    smollm3: bool = False,
+    family: str = "llama",
     **changes: Any,
 ) -> Any:
     """A random model with random norms, saved to ``directory`` in ``dtype``; the same weights in a float32 model."""
     torch.manual_seed(7)
-    family = SmolLM3ForCausalLM if smollm3 else LlamaForCausalLM
-    config = SmolLM3Config(**SMOLLM3 | changes) if smollm3 else LlamaConfig(**TINY | changes)
-    model = family(config).eval()
+    model_class, config_class, sizes = _FAMILIES[family]
+    model = model_class(config_class(**sizes | changes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.rpartition(".")[2] in ("D", "dt_bias"):
                 parameter.uniform_(0.5, 1.5)
     model.to(dtype).save_pretrained(directory, max_shard_size=shard)
     # A fresh model, because conversion to bfloat16 has rounded the rotary frequencies as well.
-    reference = family(model.config).eval()
+    reference = model_class(model.config).eval()
     reference.load_state_dict(model.state_dict())
     return reference
 

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3Fo
 from megatron_lengthgen.checkpoint import huggingface, importing, info, load
 from megatron_lengthgen.checkpoint.gguf import gguf_to_hugging_face
 from megatron_lengthgen.errors import UserError
-from megatron_lengthgen.models import hugging_face, llama
+from megatron_lengthgen.models import hugging_face
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 
@@ -83,7 +83,7 @@ def test_pack_then_unpack_gives_every_tensor_back(
     }
     args = hugging_face.megatron_args(config, make_vocab_size_divisible_by=multiple)
     assert args["padded_vocab_size"] % multiple == 0 and 0 <= args["padded_vocab_size"] - vocab < multiple
-    for entry in llama.key_map(args):
+    for entry in hugging_face.key_map(args):
         tensors = [torch.randn(shape).to(dtype) for shape in entry.shapes]
         back = entry.unpack(entry.pack(tensors))
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, back, strict=True))
@@ -91,7 +91,7 @@ def test_pack_then_unpack_gives_every_tensor_back(
 
 def test_the_key_map_names_exactly_the_tensors_that_transformers_saves(tiny: Path) -> None:
     source = huggingface.open_source(tiny)
-    entries = llama.key_map(hugging_face.megatron_args(source.config))
+    entries = hugging_face.key_map(hugging_face.megatron_args(source.config))
     assert {name for entry in entries for name in entry.hugging_face} == set(source.headers)
     assert len(set(source.files.values())) > 3, "the fixture is meant to have several shards"
 
@@ -199,7 +199,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def test_smollm3_gives_transformers_logits_beyond_its_window(
     changes: dict[str, Any], window: Any, windowed: Any, no_rope: Any, tmp_path: Path, megatron_single: Any
 ) -> None:
-    reference = make_model(tmp_path / "hf", smollm3=True, **changes)
+    reference = make_model(tmp_path / "hf", family="smollm3", **changes)
     importing.import_model(tmp_path / "hf", tmp_path / "mg")
     model, args = load.load_model(tmp_path / "mg", dtype="fp32")
     assert (args.window_size, args.window_attn_skip_freq, args.no_rope_freq) == (window, windowed, no_rope)
@@ -212,12 +212,12 @@ def test_smollm3_gives_transformers_logits_beyond_its_window(
 
 def test_windows_and_nope_of_smollm3_make_a_difference(tmp_path: Path, megatron_single: Any) -> None:
     """The comparison above would hold for two models that both ignored them."""
-    reference = make_model(tmp_path / "hf", smollm3=True)
+    reference = make_model(tmp_path / "hf", family="smollm3")
     tokens = torch.randint(0, 1003, (1, 200))
     with torch.no_grad():
         expected = reference(tokens).logits
         for name, value in (("layer_types", [FULL] * 5), ("no_rope_layers", [1] * 5)):
-            make_model(tmp_path / name, smollm3=True, **{name: value})
+            make_model(tmp_path / name, family="smollm3", **{name: value})
             other = type(reference).from_pretrained(tmp_path / name).eval()
             assert (other(tokens).logits - expected)[:, 150:].abs().max() > 0.1, name
 
@@ -252,7 +252,7 @@ def test_what_a_smollm3_config_leaves_out_is_transformers_default(tmp_path: Path
 def test_a_smollm3_that_cannot_be_imported_is_refused_first(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    make_model(tmp_path / "hf", smollm3=True)
+    make_model(tmp_path / "hf", family="smollm3")
     edit_config(tmp_path / "hf", **changes)
     refuse(tmp_path / "hf", message)
 
@@ -275,7 +275,7 @@ def pattern_of(checkpoint: Path) -> tuple[Any, Any, Any]:
 def test_a_window_can_be_put_on_an_imported_model(
     options: dict[str, Any], expected: Any, tmp_path: Path, megatron_single: Any
 ) -> None:
-    make_model(tmp_path / "hf", smollm3=True)
+    make_model(tmp_path / "hf", family="smollm3")
     importing.import_model(tmp_path / "hf", tmp_path / "mg", **options)
     assert pattern_of(tmp_path / "mg") == expected
     assert not importing.import_model(tmp_path / "hf", tmp_path / "mg", **options)
@@ -449,7 +449,7 @@ def test_tied_weights_stored_twice(tmp_path: Path) -> None:
     make_model(source, tie_word_embeddings=True)
     weights = load_file(source / "model.safetensors")
     opened = lambda: huggingface.open_source(source)  # noqa: E731
-    entries = llama.key_map(hugging_face.megatron_args(opened().config))
+    entries = hugging_face.key_map(hugging_face.megatron_args(opened().config))
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, source / "model.safetensors")
     opened().check(entries, tied=True)
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, source / "model.safetensors")
@@ -461,7 +461,7 @@ def test_constants_of_old_checkpoints_are_passed_over(single: Path) -> None:
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(weights, single / "model.safetensors")
     opened = huggingface.open_source(single)
-    opened.check(llama.key_map(hugging_face.megatron_args(opened.config)), tied=False)
+    opened.check(hugging_face.key_map(hugging_face.megatron_args(opened.config)), tied=False)
 
 
 def test_directories_that_hold_no_model(copy: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def assert_same_weights(found: Path, expected: Path) -> None:
 def smollm3(tmp_path_factory: pytest.TempPathFactory, megatron_single: Any) -> Path:
     """``hf``: a SmolLM3 with windows, NoPE and a tokenizer; ``mg``: its import."""
     root = tmp_path_factory.mktemp("smollm3")
-    make_model(root / "hf", smollm3=True)
+    make_model(root / "hf", family="smollm3")
     add_tokenizer(root / "hf")
     importing.import_model(root / "hf", root / "mg")
     return root
@@ -58,22 +58,39 @@ LLAMA3 = {
 
 
 @pytest.mark.parametrize(
-    ("smollm3", "changes", "dtype", "stored"),
+    ("family", "changes", "dtype", "stored"),
     [
-        (False, {}, torch.bfloat16, "bf16"),
-        (False, {"tie_word_embeddings": True, "num_key_value_heads": 1}, torch.bfloat16, "fp32"),
-        (False, {"num_key_value_heads": 6, "head_dim": 16, "vocab_size": 1024}, torch.float32, "fp32"),
-        (False, {"rope_parameters": LLAMA3, "head_dim": 64}, torch.float16, "fp32"),
-        (False, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, torch.float32, "fp32"),
-        (True, {}, torch.bfloat16, "bf16"),
-        (True, {"tie_word_embeddings": False, "head_dim": 12}, torch.float32, "fp32"),
+        ("llama", {}, torch.bfloat16, "bf16"),
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}, torch.bfloat16, "fp32"),
+        ("llama", {"num_key_value_heads": 6, "head_dim": 16, "vocab_size": 1024}, torch.float32, "fp32"),
+        ("llama", {"rope_parameters": LLAMA3, "head_dim": 64}, torch.float16, "fp32"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+            torch.float32,
+            "fp32",
+        ),
+        ("smollm3", {}, torch.bfloat16, "bf16"),
+        ("smollm3", {"tie_word_embeddings": False, "head_dim": 12}, torch.float32, "fp32"),
+        ("mamba2", {"vocab_size": 1024}, torch.bfloat16, "bf16"),
+        ("mamba2", {"tie_word_embeddings": False, "expand": 4, "num_heads": 12}, torch.float32, "fp32"),
     ],
-    ids=["bf16", "tied-mqa", "mha-head_dim", "llama3-fp16", "linear", "smollm3-bf16", "smollm3-untied-head_dim"],
+    ids=[
+        "bf16",
+        "tied-mqa",
+        "mha-head_dim",
+        "llama3-fp16",
+        "linear",
+        "smollm3-bf16",
+        "smollm3-untied-head_dim",
+        "mamba2-bf16",
+        "mamba2-untied-wide",
+    ],
 )
 def test_export_gives_back_what_import_took(
-    smollm3: bool, changes: dict[str, Any], dtype: torch.dtype, stored: str, tmp_path: Path, megatron_single: Any
+    family: str, changes: dict[str, Any], dtype: torch.dtype, stored: str, tmp_path: Path, megatron_single: Any
 ) -> None:
-    reference = make_model(tmp_path / "hf", dtype, smollm3=smollm3, **changes)
+    reference = make_model(tmp_path / "hf", dtype, family=family, **changes)
     importing.import_model(tmp_path / "hf", tmp_path / "mg", dtype=stored)
     name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     config = export_model(tmp_path / "mg", tmp_path / "out", dtype=name, max_shard_size="40KB")

@@ -1,24 +1,29 @@
-"""A GPT model of Megatron that runs from key-value caches, through its own ``forward``.
+"""A GPT or hybrid model of Megatron that runs from caches, through its own ``forward``.
 
 ``StaticInferenceContext`` caches keys before RoPE, so each decode step ropes the whole cache again in every layer; it
-keeps full-length caches for windowed layers, and one length for all rows. The caches here sit one step later, in the
-core attention (:class:`~megatron_lengthgen.attention.core.SDPACoreAttention`), behind RoPE. The rest is what Megatron
-and PyTorch offer: a hook before the decoder hands it the rotary angles of the new tokens, row by row, and ``forward``'s
-``output_processor`` takes the last hidden state, so that no logits but the last token's are computed.
+keeps full-length caches for windowed layers, and one length for all rows; and a Mamba layer forgets its state where a
+prompt comes in chunks. The caches here sit one step later, in the core attention
+(:class:`~megatron_lengthgen.attention.core.SDPACoreAttention`), behind RoPE, and in the mixer
+(:class:`~megatron_lengthgen.ssm.cached_mixer.CachedMambaMixer`). The rest is what PyTorch offers: a hook before the
+decoder hands it the rotary angles of the new tokens, row by row, and one behind it keeps the last hidden state alone,
+so that no logits but the last token's are computed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_lengthgen.attention.cache import SequenceCache
 from megatron_lengthgen.attention.core import SDPACoreAttention
 from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.ssm.cached_mixer import CachedMambaMixer
 
 from .stages import Stages
 
@@ -30,8 +35,9 @@ class CachedForward:
 
     Args:
         model: this rank's model, one stage of a pipeline or all of it, wrapped in ``Float16Module`` or not. Its layers
-            attend through :class:`~megatron_lengthgen.attention.core.SDPACoreAttention`. All ranks of a model make the
-            same calls, each with caches of its own, and get the same tokens.
+            attend through :class:`~megatron_lengthgen.attention.core.SDPACoreAttention`, those of Mamba mix through
+            :class:`~megatron_lengthgen.ssm.cached_mixer.CachedMambaMixer`. All ranks of a model make the same calls,
+            each with caches of its own, and get the same tokens.
         max_length: most tokens that a sequence may have, prompt and answer together.
         prefill_chunk: most tokens of a prompt that go through the model at once.
         vocab_size: ids from here on are padding of the embedding and never chosen; None where there is no padding.
@@ -45,7 +51,8 @@ class CachedForward:
         _refuse_unsupported(self.model, max_length)
         self.prefill_chunk = prefill_chunk
         self.vocab_size = self.model.vocab_size if vocab_size is None else vocab_size
-        self._attentions = [module for module in self.model.modules() if isinstance(module, SDPACoreAttention)]
+        cached = (SDPACoreAttention, CachedMambaMixer)
+        self._cached = [module for module in self.model.modules() if isinstance(module, cached)]
         self._tp_group = self.model.pg_collection.tp
         self._stages = Stages(self.model)
         self._device = next(self.model.parameters()).device
@@ -82,50 +89,51 @@ class CachedForward:
 
     def _next_tokens(self, tokens: Tensor, positions: Tensor, caches: Sequence[SequenceCache]) -> Tensor:
         """tokens, positions [b, s] -> the tokens that follow [b], on all ranks."""
-
-        def greedy(*, hidden_states, output_layer, output_weight, scale_logits, **_) -> Tensor:
-            logits, _ = output_layer(hidden_states[-1:], weight=output_weight, runtime_gather_output=False)
-            return vocab_parallel_argmax(scale_logits(logits)[0], self.vocab_size, self._tp_group)
-
-        output = self._forward(tokens, positions, caches, greedy)
-        return self._stages.share(output if self._stages.is_last else torch.empty_like(tokens[:, 0]))
+        output = self._forward(tokens, positions, caches, last=1)
+        if self._stages.is_last:
+            output = vocab_parallel_argmax(output[:, -1], self.vocab_size, self._tp_group)
+        else:
+            output = torch.empty_like(tokens[:, 0])
+        return self._stages.share(output)
 
     @torch.no_grad()
-    def _forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        caches: Sequence[SequenceCache],
-        output_processor: Callable[..., Tensor] = lambda *, hidden_states, **_: hidden_states,
-    ) -> Tensor:
-        """tokens, positions [b, s] -> what ``output_processor`` makes of the last stage's hidden states [s, b, h]."""
+    def _forward(self, tokens: Tensor, positions: Tensor, caches: Sequence[SequenceCache], last: int = 0) -> Tensor:
+        """tokens, positions [b, s] -> on the last stage, the ``last`` tokens' logits [b, last, this rank's vocabulary]."""
         if not self._stages.is_first:
             self.model.set_input_tensor(self._stages.receive(tokens.size(1), tokens.size(0), self._device))
-        with self._attached(positions, caches):
-            output = self.model(tokens, positions, None, output_processor=output_processor)
+        with self._attached(positions, caches, last):
+            output = self.model(tokens, positions, None, runtime_gather_output=False)
         if not self._stages.is_last:
             self._stages.send(output)
         return output
 
     @contextmanager
-    def _attached(self, positions: Tensor, caches: Sequence[SequenceCache]) -> Iterator[None]:
-        """The model's attention reads and fills ``caches`` and its tokens stand at ``positions`` [b, s]."""
+    def _attached(self, positions: Tensor, caches: Sequence[SequenceCache], last: int) -> Iterator[None]:
+        """Layers read and fill ``caches``, tokens stand at ``positions`` [b, s], the head sees the ``last`` of them."""
 
         def with_positions(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             if self._rotary is not None:
                 kwargs["rotary_pos_emb"] = self._rotary[positions.t()]  # [s, b, 1, d]
             return args, kwargs
 
-        hook = self.model.decoder.register_forward_pre_hook(with_positions, with_kwargs=True)
-        for attention in self._attentions:
-            attention.caches = caches
+        def only_last(decoder: Any, args: tuple, hidden_states: Tensor) -> Tensor:
+            return hidden_states[hidden_states.size(0) - last :] if self._stages.is_last else hidden_states
+
+        decoder = self.model.decoder
+        hooks = [
+            decoder.register_forward_pre_hook(with_positions, with_kwargs=True),
+            decoder.register_forward_hook(only_last),
+        ]
+        for module in self._cached:
+            module.caches = caches
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
             self.model.set_input_tensor(None)
-            for attention in self._attentions:
-                attention.caches = None
+            for module in self._cached:
+                module.caches = None
 
 
 def vocab_parallel_argmax(logits: Tensor, vocab_size: int, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -168,8 +176,8 @@ def _rotary_table(model: Any, max_length: int) -> Tensor | None:
 
 
 def _refuse_unsupported(model: Any, max_length: int) -> None:
-    if not isinstance(model, GPTModel):
-        raise UserError(f"generation runs GPTModel, got {type(model).__name__}")
+    if not isinstance(model, (GPTModel, HybridModel)):
+        raise UserError(f"generation runs GPTModel and HybridModel, got {type(model).__name__}")
     config = model.config
     if config.sequence_parallel:
         raise UserError("sequence_parallel cannot split one new token: load the checkpoint without it")
@@ -189,9 +197,14 @@ def _refuse_unsupported(model: Any, max_length: int) -> None:
             f"max_length={max_length} is beyond the {model.max_sequence_length} learned positions of this model"
         )
     for layer in model.decoder.layers:
-        attention = getattr(getattr(layer, "self_attention", None), "core_attention", None)
-        if not isinstance(attention, SDPACoreAttention):
-            raise UserError(
-                f"layer {layer.layer_number} attends through {type(attention).__name__}: build the model with "
-                "megatron_lengthgen's block spec and core_attention 'sdpa'; checkpoints fit either"
-            )
+        for name, wanted in (("self_attention", SDPACoreAttention), ("mixer", CachedMambaMixer)):
+            module = getattr(layer, name, IdentityOp)
+            if module is IdentityOp or isinstance(module, IdentityOp):
+                continue
+            module = getattr(module, "core_attention", None) if wanted is SDPACoreAttention else module
+            if not isinstance(module, wanted):
+                raise UserError(
+                    f"layer {layer.layer_number} has {type(module).__name__} where generation needs {wanted.__name__}: "
+                    "build the model with megatron_lengthgen's local spec and core_attention 'sdpa'; checkpoints fit "
+                    "either"
+                )
