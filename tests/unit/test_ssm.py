@@ -1,8 +1,16 @@
-"""The Mamba-2 path against transformers' Mamba-2 and Zamba-2 mixers and the recurrence as it is written."""
+"""The Mamba-2 path against transformers' Mamba-2 and Zamba-2, Megatron's kernels, and the recurrence as it is written.
 
+Run as a script under ``TRITON_INTERPRET=1`` it compares with Megatron's kernels, which Triton then interprets.
+"""
+
+import contextlib
 import math
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -480,3 +488,67 @@ def test_bad_input_is_refused_with_a_way_out() -> None:
         split_conv1d_scan(*split)
     with pytest.raises(UserError, match="4 Mamba heads of size 4 in 3 groups do not fit"):
         split_conv1d_scan(*split, headdim=4, ngroups=3)
+
+
+@pytest.mark.slow
+def test_megatron_kernels_agree() -> None:
+    # Megatron's deterministic mode takes one configuration of each kernel, where tuning would want a device.
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "MAMBA_DETERMINISTIC": "1", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-W", "ignore", __file__], env=variables, check=True, timeout=300)
+
+
+def compare_with_megatron_kernels() -> None:
+    """Steps of both kinds with Megatron's decode kernels, and a scan from a state with its kernel for prompts."""
+    from megatron.core.ssm.ops import causal_conv1d_triton, mamba_ssm, ssd_combined
+
+    torch.manual_seed(9)
+    start = torch.randn(BATCH, 4, 8, 16)
+    x, z = (torch.randn(BATCH, 3, 4, 8) for _ in range(2))
+    B, C = (torch.randn(BATCH, 3, 2, 16) for _ in range(2))
+    dt = torch.randn(BATCH, 3, 4, 1).expand(-1, -1, -1, 8)
+    A, D, dt_bias = -torch.rand(4, 1, 1).expand(-1, 8, 16), torch.randn(4, 8), torch.randn(4, 1).expand(-1, 8)
+    for gate in (None, z):
+        state, expected_state = start.clone(), start.clone()
+        fields = {"z": gate, "dt_bias": dt_bias, "dt_softplus": True}
+        y = selective_state_update(state, x, dt, A, B, C, D, **fields)
+        # A copy: where no intermediate states are asked for, the kernel writes one over the first number of x.
+        expected = mamba_ssm.selective_state_update(expected_state, x.clone(), dt, A, B, C, D, **fields)
+        torch.testing.assert_close((y, state), (expected, expected_state), **CLOSE)
+    for width, length in ((4, 4), (4, 6), (3, 3), (2, 4)):
+        weight, bias, tokens = torch.randn(10, width), torch.randn(10), torch.randn(BATCH, 3, 10)
+        state = torch.randn(BATCH, 10, length)
+        expected_state = state.clone()
+        y = causal_conv1d_update(tokens, state, weight, bias, "silu")
+        expected = causal_conv1d_triton.causal_conv1d_update(tokens, expected_state, weight, bias, "silu", None)
+        torch.testing.assert_close((y, state), (expected, expected_state), **CLOSE)
+    exact = scan_arguments(37, groups=2, dim=8, state=16)
+    rounded = {
+        name: tensor.detach()[:1].float() if tensor.dim() > 1 else tensor.detach().float()
+        for name, tensor in exact.items()
+    }
+    del rounded["z"]
+    y, state = scan(rounded, 16)
+    rounded |= {name: rounded[name][0] for name in ("x", "dt", "B", "C")}
+    expected = torch.zeros_like(rounded["x"])
+    expected_state = ssd_combined.mamba_chunk_scan_combined_varlen(
+        **rounded,
+        z=None,
+        chunk_size=16,
+        cu_chunk_seqlens=torch.tensor([0, 16, 32, 37], dtype=torch.int32),
+        last_chunk_indices=torch.tensor([2], dtype=torch.int32),
+        seq_idx=torch.zeros(3, dtype=torch.int32),
+        out=expected,
+        return_raw_states=False,
+        dt_softplus=True,
+        dt_limit=(0.0, math.inf),
+        state_dtype=torch.float32,
+    )
+    assert_all_close([y[0], state], [expected, expected_state.view_as(state)])
+
+
+if __name__ == "__main__":
+    from megatron_lengthgen import backends
+
+    backends.prepare()
+    with mock.patch.object(torch.cuda, "device", contextlib.nullcontext):
+        compare_with_megatron_kernels()
