@@ -3,7 +3,7 @@
 import argparse
 import importlib.util
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -255,20 +255,25 @@ def _is_number(text: Any) -> bool:
 
 def _check_layout(values: Mapping[str, Any]) -> None:
     """Refuse layouts that Megatron would refuse only once every process has started, with the values that work."""
-    tensor = int(values.get("tensor_model_parallel_size") or 1)
-    heads, groups = values.get("num_attention_heads"), None
-    if values.get("group_query_attention"):
-        groups = values.get("num_query_groups")
-    for name, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
-        if isinstance(count, int) and count % tensor:
-            shared = [n for n in range(1, count + 1) if not any(c % n for c in (heads, groups) if isinstance(c, int))]
+    layers = _num_layers(values)
+    tensor, pipeline = (int(values.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
+    split = {name: values.get(name) for name in _split_names(values)}
+    counts = {name: count for name, count in split.items() if isinstance(count, int)}
+    for name, count in counts.items():
+        if count % tensor:
+            shared = [n for n in range(1, count + 1) if not any(other % n for other in counts.values())]
             raise UserError(
                 f"tensor_model_parallel_size {tensor} does not divide {name} {count}; "
                 f"this model can use {', '.join(map(str, shared))}"
             )
-    pipeline, layers = int(values.get("pipeline_model_parallel_size") or 1), _num_layers(values)
     symbols = values.get("hybrid_layer_pattern")
-    stages = 1 if symbols is None else symbols.split("/")[0].count("|") + 1
+    segments = [] if symbols is None else symbols.split("/")[0].split("|")
+    stages = max(len(segments), 1)
+    if "" in segments:
+        raise UserError(
+            f"hybrid_layer_pattern {symbols!r} leaves a pipeline stage without layers: take a | out, or give the stage "
+            "a layer"
+        )
     if stages > 1 and (stages % pipeline or pipeline == 1):
         raise UserError(
             f"pipeline_model_parallel_size {pipeline} does not fit the {stages} stages of hybrid_layer_pattern "
@@ -295,6 +300,15 @@ def _check_layout(values: Mapping[str, Any]) -> None:
         raise UserError(f"sequence_parallel needs seq_length {length} divisible by tensor_model_parallel_size {tensor}")
 
 
+def _split_names(values: Mapping[str, Any]) -> Iterator[str]:
+    """What tensor-parallel ranks share out."""
+    yield "num_attention_heads"
+    if values.get("group_query_attention"):
+        yield "num_query_groups"
+    if "M" in (values.get("hybrid_layer_pattern") or ""):
+        yield from ("mamba_num_heads", "mamba_num_groups")
+
+
 def _check_vocabulary(args: argparse.Namespace) -> None:
     """Vocabulary rows are split evenly over tensor-parallel ranks."""
     rows = args.padded_vocab_size
@@ -305,7 +319,13 @@ def _check_vocabulary(args: argparse.Namespace) -> None:
 
 
 def _check_schedule(args: argparse.Namespace) -> None:
-    """A dropout that the run ends before would go unnoticed."""
+    """Megatron asserts the first one without the numbers; a dropout that the run ends before would go unnoticed."""
+    decay = args.lr_decay_iters or args.train_iters
+    if decay and args.lr_warmup_iters >= decay:
+        raise UserError(
+            f"lr_warmup_iters {args.lr_warmup_iters} is not less than the {decay} steps over which the learning rate "
+            "goes up and down: set it lower, or 0"
+        )
     chosen = regularization(args)
     # Under step_batch_size_schedule the number of steps is known once training has begun.
     steps = args.train_iters

@@ -15,7 +15,9 @@ from megatron_lengthgen.evaluation.generation.huggingface import HuggingFaceGene
 from megatron_lengthgen.evaluation.generation.megatron import MegatronGenerator
 from megatron_lengthgen.models import hugging_face, mamba2
 from megatron_lengthgen.ssm.gated_norm import gated_rms_norm
+from megatron_lengthgen.training import config
 
+HYBRID = Path(__file__).parents[2] / "conf" / "hybrid_tiny_vpad.yaml"
 VOCAB = MAMBA2["vocab_size"]
 
 
@@ -139,6 +141,24 @@ def test_what_megatron_does_not_compute_is_refused(pair: tuple[Any, Path], chang
     config = {**pair[0].config.to_dict(), "architectures": ["Mamba2ForCausalLM"]}
     with pytest.raises(UserError, match=message):
         hugging_face.megatron_args(config | changes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["hybrid_layer_pattern='M-M*-||M*-'"], "leaves a pipeline stage without layers"),
+        (["hybrid_layer_pattern='M-X*-|M*-'"], "'X' is not a valid layer symbol"),
+        (["num_layers=4"], r"hybrid_layer_pattern 'M-M\*-\|M-\*-M-' has 11 layers: leave num_layers 4 out"),
+        (["mamba_num_groups=3"], "does not divide mamba_num_groups 3; this model can use 1"),
+        (["mamba_num_heads=7"], "does not divide mamba_num_heads 7; this model can use 1"),
+        (["lengthgen.attention.pattern=WFF"], "pattern 'WFF' is 3 layers long, and the model has 2"),
+    ],
+)
+def test_configurations_that_cannot_run(overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match=message):
+        config.parse(config.load(HYBRID, overrides))
 
 
 def test_windows_for_a_model_without_attention(pair: tuple[Any, Path], tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class CachedForward:
 
     @torch.no_grad()
     def _forward(self, tokens: Tensor, positions: Tensor, caches: Sequence[SequenceCache], last: int = 0) -> Tensor:
-        """tokens, positions [b, s] -> on the last stage, the ``last`` tokens' logits [b, last, this rank's vocabulary]."""
+        """tokens, positions [b, s] -> logits of the ``last`` tokens [b, last, this rank's part], on the last stage."""
         if not self._stages.is_first:
             self.model.set_input_tensor(self._stages.receive(tokens.size(1), tokens.size(0), self._device))
         with self._attached(positions, caches, last):
