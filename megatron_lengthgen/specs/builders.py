@@ -9,6 +9,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.regularization import Regularization
+from megatron_lengthgen.specs.fused_norm import fuse
 from megatron_lengthgen.specs.site import AfterNorm, BeforeExperts, BeforeLinear, SiteDropout, resolve_probability
 
 __all__ = [
@@ -45,9 +46,9 @@ class NormWithDropout(SiteBuilder):
     """Megatron ``LayerNormBuilder`` (``megatron/core/transformer/torch_norm.py``) whose norm's output is dropped."""
 
     def __call__(self, *, config: Any, hidden_size: int, eps: float) -> torch.nn.Module:
-        """Build the stock norm and hook dropout to it."""
+        """Build the stock norm and hook dropout to it, or let one kernel do both."""
         norm = self.builder(config=config, hidden_size=hidden_size, eps=eps)
-        if dropout := self.dropout(config):
+        if (dropout := self.dropout(config)) and not fuse(norm, dropout, config, eps):
             norm.register_forward_hook(AfterNorm(dropout))
         return norm
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lengthgen.dropout.functional import pre_linear_dropout, vpad
@@ -15,7 +16,16 @@ from megatron_lengthgen.specs import step_key
 from megatron_lengthgen.specs.statistics import batch_statistics, norm_statistics, token_group
 from megatron_lengthgen.specs.streams import Place, stream
 
-__all__ = ["AfterNorm", "BeforeExperts", "BeforeLinear", "Extent", "SiteDropout", "resolve_probability", "sites"]
+__all__ = [
+    "AfterNorm",
+    "BeforeExperts",
+    "BeforeLinear",
+    "Extent",
+    "Hook",
+    "SiteDropout",
+    "resolve_probability",
+    "sites",
+]
 
 _FEATURE_SITES = ("linear_proj", "linear_fc2", "out_proj")
 
@@ -95,6 +105,21 @@ class SiteDropout:
 
     def __call__(self, x: Tensor, norm: torch.nn.Module | None = None) -> Tensor:
         """Dropout on ``x``, ``[s, b, h]``; ``norm`` is the module that it comes from, if any."""
+        p, mask = self.draw(x.shape)
+        if p == 0.0:
+            return x
+        if self.regularization.placement == "pre_linear":
+            with self._stream(mask):
+                return pre_linear_dropout(x, p, mask=mask)
+        mean, variance = self._statistics(x, norm)
+        with self._stream(mask):
+            return vpad(x, p, mean, variance, fill=self.regularization.fill, mask=mask)
+
+    def draw(self, shape: torch.Size) -> tuple[float, MaskCoordinates | None]:
+        """p in this training step, and where activations of ``shape`` ``[s, b, h]`` lie.
+
+        The coordinates are None for a site that is not bound, which draws from Megatron's random streams.
+        """
         key = None
         if self.number is not None:
             key = step_key.read()
@@ -108,20 +133,19 @@ class SiteDropout:
                 "start_step and ramp_steps need to know the training step: use this package's trainer, or "
                 "specs.binding.bind on the built model"
             )
-        p = self.p if key is None else self.p * self.regularization.ramp(key.step)
-        if p == 0.0:
-            return x
-        mask = None if key is None else self._coordinates(x, key)
-        if self.regularization.placement == "pre_linear":
-            with self._stream(mask):
-                return pre_linear_dropout(x, p, mask=mask)
-        mean, variance = self._statistics(x, norm)
-        with self._stream(mask):
-            return vpad(x, p, mean, variance, fill=self.regularization.fill, mask=mask)
+        if key is None:
+            return self.p, None
+        p = self.p * self.regularization.ramp(key.step)
+        return p, self._coordinates(shape, key) if p > 0.0 else None
 
-    def _coordinates(self, x: Tensor, key: step_key.StepKey) -> MaskCoordinates:
+    def token_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold other tokens of the same microbatch, with the same channels; None where there are none."""
+        split = self.sequence_parallel and self.place != "features"
+        return token_group(sequence_parallel=split, context_parallel=self.context_parallel)
+
+    def _coordinates(self, shape: torch.Size, key: step_key.StepKey) -> MaskCoordinates:
         assert self.number is not None
-        s, b, h = x.shape
+        s, b, h = shape
         return MaskCoordinates(
             key=key.key,
             stream=self.number,
@@ -133,8 +157,7 @@ class SiteDropout:
     def _statistics(self, x: Tensor, norm: torch.nn.Module | None) -> tuple[Tensor, Tensor]:
         if self.regularization.statistics == "norm" and norm is not None:
             return norm_statistics(norm, zero_centered=self.zero_centered)
-        split = self.sequence_parallel and self.place != "features"
-        return batch_statistics(x, token_group(sequence_parallel=split, context_parallel=self.context_parallel))
+        return batch_statistics(x, self.token_group())
 
     def _stream(self, mask: MaskCoordinates | None) -> AbstractContextManager[None]:
         """A computed mask draws from no stream."""
@@ -144,7 +167,7 @@ class SiteDropout:
         return f"SiteDropout({self.site}, p={self.p}, {self.regularization})"
 
 
-class _Hook:
+class Hook:
     """A hook, and not a module around another: module names, parameter names, checkpoint keys and classes (which
     Megatron and its converters look at) stay the stock model's."""
 
@@ -152,7 +175,7 @@ class _Hook:
         self.dropout = dropout
 
 
-class AfterNorm(_Hook):
+class AfterNorm(Hook):
     """Forward hook of a norm: in training its output goes through dropout."""
 
     def __call__(self, norm: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -163,14 +186,14 @@ class AfterNorm(_Hook):
         return self.dropout(output, norm)
 
 
-class BeforeLinear(_Hook):
+class BeforeLinear(Hook):
     """Forward pre-hook of a linear: in training its input goes through dropout."""
 
     def __call__(self, linear: torch.nn.Module, args: tuple[Any, ...]) -> Any:
         return (self.dropout(args[0]), *args[1:]) if linear.training else None
 
 
-class BeforeExperts(_Hook):
+class BeforeExperts(Hook):
     """Forward pre-hook of an ``MoELayer``: in training the experts' input goes through dropout, the router's does not.
 
     The layer hands one tensor to both; :meth:`for_router` is the pre-hook that gives the router the one from before.
@@ -193,6 +216,7 @@ class BeforeExperts(_Hook):
 def sites(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, SiteDropout]]:
     """Every dropout site of a built model: name of the hooked module, the module, the dropout."""
     for name, module in model.named_modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if isinstance(hook, _Hook):
+        replaced = module.__dict__.get("forward")  # by .fused_norm
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values(), replaced):
+            if isinstance(hook, Hook):
                 yield name, module, hook.dropout

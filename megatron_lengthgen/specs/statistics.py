@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_lengthgen.dropout.functional import Moments, merge_moments, moments
 
-__all__ = ["batch_statistics", "norm_statistics", "token_group"]
+__all__ = ["batch_statistics", "merge_over_ranks", "norm_statistics", "token_group"]
 
 
 def token_group(*, sequence_parallel: bool, context_parallel: bool) -> dist.ProcessGroup | None:
@@ -35,15 +35,21 @@ def batch_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor
     Returns:
         ``mean, variance``, each ``[h]`` in float32, the same bits on every rank of ``group``.
     """
-    total = moments(x)
-    if group is not None and group.size() > 1:
-        # One collective of 2h + 1 numbers; merged in rank order, so that all ranks get the same bits.
-        mine = torch.cat([total.tokens.view(1), total.mean, total.m2])
-        everyone = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(everyone, mine, group=group)
-        h = x.shape[-1]
-        total = merge_moments(Moments(part[0], part[1 : h + 1], part[h + 1 :]) for part in everyone)
+    total = merge_over_ranks(moments(x), group)
     return total.mean, total.variance
+
+
+@torch.no_grad()
+def merge_over_ranks(mine: Moments, group: dist.ProcessGroup | None) -> Moments:
+    """Moments of the tokens of all ranks of ``group`` (None: of this one), the same bits on each of them."""
+    if group is None or group.size() == 1:
+        return mine
+    # One collective of 2h + 1 numbers; merged in rank order, so that all ranks get the same bits.
+    values = torch.cat([mine.tokens.view(1), mine.mean, mine.m2])
+    everyone = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(everyone, values, group=group)
+    h = mine.mean.shape[0]
+    return merge_moments(Moments(part[0], part[1 : h + 1], part[h + 1 :]) for part in everyone)
 
 
 def norm_statistics(norm: torch.nn.Module, *, zero_centered: bool) -> tuple[Tensor, Tensor]:

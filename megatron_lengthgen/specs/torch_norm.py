@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lengthgen.errors import UserError
 
-__all__ = ["RMSNorm", "TorchNorm"]
+__all__ = ["CLASSES", "RMSNorm", "TorchNorm"]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -75,6 +75,10 @@ _NORMS: dict[tuple[str, bool], type[torch.nn.Module]] = {
     ("LayerNorm", False): torch.nn.LayerNorm,
     ("LayerNorm", True): _ZeroCentredLayerNorm,
 }
+
+
+#: What :class:`TorchNorm` and Megatron's ``WrappedTorchNorm`` build.
+CLASSES: tuple[type[torch.nn.Module], ...] = (torch.nn.RMSNorm, *_NORMS.values())
 
 
 class TorchNorm:

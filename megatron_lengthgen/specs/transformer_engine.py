@@ -14,7 +14,7 @@ from megatron.core.extensions.transformer_engine import (
 from megatron.core.tensor_parallel import InferenceColumnParallelLinear, InferenceRowParallelLinear
 from megatron.core.transformer.moe.router import InferenceTopKRouter
 
-__all__ = ["column_parallel_linear", "is_for_inference", "is_fused", "is_op_fused", "unfused_norm"]
+__all__ = ["column_parallel_linear", "is_for_inference", "is_fused", "is_op_fused", "norm_classes", "unfused_norm"]
 
 _FOR_INFERENCE = (InferenceColumnParallelLinear, InferenceRowParallelLinear, InferenceTopKRouter)
 
@@ -39,6 +39,15 @@ def is_for_inference(part: Any) -> bool:
 def column_parallel_linear() -> Any:
     """The linear of the fused layer, alone: its GEMM, FP8 cast, gather and overlap stay Transformer Engine's."""
     return TEColumnParallelLinear
+
+
+def norm_classes() -> tuple[type[torch.nn.Module], ...]:
+    """What ``TENorm`` builds, but for the norm that adds the residual; none without Transformer Engine."""
+    if not HAVE_TE:
+        return ()
+    import transformer_engine.pytorch as te
+
+    return te.LayerNorm, te.RMSNorm
 
 
 def unfused_norm(*, config: Any, hidden_size: int, eps: float) -> torch.nn.Module:
