@@ -141,7 +141,7 @@ def fitting(mixer: Mamba2Mixer, tokens: int, chunk_size: int) -> dict[str, Calla
         # Its products of C and B, its values times weights, and its sums over pairs of chunks.
         pairs = 4 * tokens * size * mixer.num_heads * (mixer.ssm_state_size + mixer.head_dim)
         states = 4 * (tokens / size + 1) ** 2 * mixer.num_heads * mixer.head_dim * mixer.ssm_state_size
-        if pairs + states > 0.8 * free:
+        if pairs + states > 0.6 * free:
             print(f"{tokens} tokens: left out the peer at chunk size {size}, {(pairs + states) / 2**30:.1f} GiB")
         else:
             runs[f"transformers, chunk size {size}"] = functools.partial(peer_forward, mixer, chunk_size=size)
