@@ -14,10 +14,10 @@ state-space dual form, Dao and Gu 2024, arXiv:2405.21060). With :math:`c_t = \su
     y_t = \sum_{s \le t} (C_t \cdot B_s)\, e^{c_t - c_s} u_s + e^{c_t} S_0 C_t + D x_t, \qquad
     S_q = e^{c_q} S_0 + \sum_s e^{c_q - c_s} u_s B_s^\top.
 
-All of it is computed in float32 (float64 for float64 inputs); results have the dtype of ``x``, states that of the
-computation. Nothing of size q x q outlives its chunk: the backward pass keeps the inputs alone and computes the rest
-again, so memory is linear in length. Arguments are those of ``mamba_ssm``'s ``mamba_chunk_scan_combined`` and of
-Megatron's ``selective_state_update`` (``megatron/core/ssm/ops/mamba_ssm.py``).
+All of it is computed in float32 (exponents, and float64 inputs, in float64); results have the dtype of ``x``, states
+that of the computation. Nothing of size q x q outlives its chunk: the backward pass keeps the inputs alone and computes
+the rest again, so memory is linear in length. Arguments are those of ``mamba_ssm``'s ``mamba_chunk_scan_combined`` and
+of Megatron's ``selective_state_update`` (``megatron/core/ssm/ops/mamba_ssm.py``).
 """
 
 import math

@@ -351,11 +351,16 @@ def test_bfloat16_is_rounded_at_its_ends_alone() -> None:
     torch.manual_seed(5)
     narrow = {name: tensor.detach().bfloat16() for name, tensor in scan_arguments(50, groups=2, dim=8).items()}
     narrow["z"], narrow["A"] = torch.zeros_like(narrow["z"]) + 1, narrow["A"].float()
-    y, state = scan(narrow, 16)
-    expected, expected_state = scan({name: tensor.float() for name, tensor in narrow.items()}, 16)
+    same = {name: tensor.float().requires_grad_() for name, tensor in narrow.items()}
+    (y, state), (expected, expected_state) = (
+        scan({name: tensor.requires_grad_() for name, tensor in given.items()}, 16) for given in (narrow, same)
+    )
     assert y.dtype is torch.bfloat16 and state.dtype is torch.float32
     torch.testing.assert_close(y.float(), expected, rtol=2**-7, atol=1e-6)
     torch.testing.assert_close(state, expected_state)
+    found, wanted = (gradients(result, list(given.values())) for result, given in ((y, narrow), (expected, same)))
+    assert [gradient.dtype for gradient in found] == [tensor.dtype for tensor in narrow.values()]
+    assert_all_close([gradient.float() for gradient in found], wanted, 2**-6)
 
 
 def test_backward_keeps_no_more_than_the_inputs() -> None:
