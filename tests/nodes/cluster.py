@@ -29,7 +29,7 @@ class Job:
 
     def wait(self, seconds: float = 120) -> list[int]:
         """Exit statuses of the ranks once all have ended; fails after ``seconds``."""
-        statuses = self._server.ask({"wait": seconds})
+        statuses = self._server.ask({"wait": self.processes, "seconds": seconds})
         assert None not in statuses, f"still running after {seconds} s: {statuses}\n{self.output()}"
         return statuses
 
@@ -62,7 +62,7 @@ class Cluster:
         self._folder, self._starts = folder, itertools.count()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "fork_server.py")],
+            [sys.executable, str(HERE / "fork_server.py"), str(CONF)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,9 +1,11 @@
 """Starts a run's ranks on their nodes by forking, since importing torch and Megatron takes longer than a small run.
 
-Reads one job a line from stdin, as JSON, and answers each with a line: ``{"start": {...}}`` with the ranks' process
-numbers, ``{"wait": seconds}`` with their exit statuses (None: still running; negative: killed by that signal).
+Reads commands from stdin, a line of JSON each, and answers with one: ``{"start": {...}}`` with the ranks' process
+numbers, ``{"wait": numbers, "seconds": n}`` with their exit statuses (None: still running; negative: killed by that
+signal).
 """
 
+import gc
 import json
 import os
 import socket
@@ -13,6 +15,8 @@ from typing import Any
 
 from megatron_lengthgen import backends, errors
 
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what is imported may print
 backends.prepare()
 
 import megatron.training.training  # noqa: E402, F401
@@ -53,39 +57,40 @@ def _rank(rank: int, job: dict[str, Any]) -> None:
     sys.exit(errors.run(lambda: run.train(config.load(job["conf"], overrides))))
 
 
-def _start(job: dict[str, Any]) -> dict[int, int | None]:
-    processes: dict[int, int | None] = {}
+def _start(job: dict[str, Any]) -> list[int]:
+    processes = []
     for rank in range(len(job["namespaces"])):
         process = os.fork()
         if process == 0:
             _rank(rank, job)
-        processes[process] = None
+        processes.append(process)
     return processes
 
 
-def _wait(processes: dict[int, int | None], seconds: float) -> None:
+def _wait(processes: list[int], statuses: dict[int, int], seconds: float) -> list[int | None]:
     end = time.monotonic() + seconds
     while True:
-        for process in [process for process, status in processes.items() if status is None]:
+        for process in [process for process in processes if process not in statuses]:
             ended, status = os.waitpid(process, os.WNOHANG)
             if ended:
-                processes[process] = os.waitstatus_to_exitcode(status)
-        if None not in processes.values() or time.monotonic() > end:
-            return
+                statuses[process] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end or all(process in statuses for process in processes):
+            return [statuses.get(process) for process in processes]
         time.sleep(0.02)
 
 
 def main() -> None:
-    processes: dict[int, int | None] = {}
-    print(json.dumps("ready"), flush=True)
+    statuses: dict[int, int] = {}
+    config.parse(config.load(sys.argv[1]))  # imports a tokenizer, and all of transformers with it
+    gc.freeze()
+    print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         if "start" in command:
-            processes = _start(command["start"])
-            print(json.dumps(list(processes)), flush=True)
+            answer: Any = _start(command["start"])
         else:
-            _wait(processes, command["wait"])
-            print(json.dumps(list(processes.values())), flush=True)
+            answer = _wait(command["wait"], statuses, command["seconds"])
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

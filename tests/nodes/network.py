@@ -1,11 +1,15 @@
 """The nodes of a cluster on one machine: network namespaces, each with a cable to a switch that can be pulled."""
 
+import itertools
 import os
 import subprocess
 from types import TracebackType
 from typing import Self
 
 __all__ = ["Loopback", "Network", "make"]
+
+
+_count = itertools.count()
 
 
 def _ip(*arguments: object) -> None:
@@ -25,7 +29,7 @@ class Network:
     can_cut = True
 
     def __init__(self, nodes: int) -> None:
-        name = f"lengthgen{os.getpid()}"
+        name = f"lengthgen{os.getpid()}x{next(_count)}"
         self._switch = f"{name}s"
         self.namespaces: list[str | None] = [f"{name}n{node}" for node in range(nodes)]
         self.addresses = [f"10.77.0.{node + 1}" for node in range(nodes)]
