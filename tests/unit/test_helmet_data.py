@@ -1,23 +1,27 @@
 """HELMET's files read, its questions drawn and its prompts made; and what is said of bad files."""
 
+import json
 import random
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helmet_files import Files, make_files, read_lines, write_lines
 from ruler_fixtures import ESSAY, tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.evaluation.generation.base import Answer
 from megatron_lengthgen.evaluation.helmet import draw
 from megatron_lengthgen.evaluation.helmet.cut import cut_to_fit
 from megatron_lengthgen.evaluation.helmet.data import Helmet
-from megatron_lengthgen.evaluation.helmet.datasets import CATEGORIES, DATASETS, parse_datasets
+from megatron_lengthgen.evaluation.helmet.datasets import CATEGORIES, DATASETS, LONGEST, parse_datasets
+from megatron_lengthgen.evaluation.helmet.extend import helmet_extend
 from megatron_lengthgen.evaluation.helmet.files import Archive, present
 from megatron_lengthgen.evaluation.helmet.hub import HubSets
 from megatron_lengthgen.evaluation.helmet.shorten import OMITTED, Shortener
-from megatron_lengthgen.evaluation.prompt import PromptEncoder
+from megatron_lengthgen.evaluation.prompt import PromptEncoder, load_tokenizer
 
 LENGTH = 4096
 ICL_LABELS = {"trec_coarse": 6, "trec_fine": 50, "banking77": 77, "clinic150": 151, "nlu": 68}
@@ -169,6 +173,55 @@ def test_longer_than_helmets_own() -> None:
     for name, length in (("kilt_nq", 262144), ("icl_nlu", 5000), ("narrativeqa", 262144)):
         with pytest.raises(UserError, match=f"{name} has no data for length {length}: HELMET's lengths are 4K, 8K"):
             DATASETS[name].size(length)
+
+
+def test_recall_beyond_the_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that are made for 256K are read as HELMET's own; needles fill the length and are not cut."""
+    longer = 2 * LONGEST
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer(bos=True).backend_tokenizer, bos_token="<s>").save_pretrained(
+        tmp_path / "tokenizer"
+    )
+    (tmp_path / "essays").mkdir()
+    (tmp_path / "essays" / "one.txt").write_text(ESSAY * 3)
+    options = Namespace(
+        data=str(tmp_path / "data"),
+        lengths="256k",
+        tokenizer=str(tmp_path / "tokenizer"),
+        rows=3,
+        essays=str(tmp_path / "essays"),
+    )
+    helmet_extend(options)
+    names = [d.name for d in DATASETS.values() if d.category == "recall"]
+    before = {name: (tmp_path / "data" / DATASETS[name].file_at(longer)).read_bytes() for name in names}
+    archive = Archive.at(options.data, None)
+    assert present(archive, parse_datasets(["recall"]), [longer], False)[1] == []
+    data = Helmet(archive, HubSets({}), PromptEncoder(load_tokenizer(options.tokenizer)), lengths=[longer])
+    for name in names:
+        dataset = DATASETS[name]
+        assert data.size(dataset, longer) == 3
+        for index in range(3):
+            question = data.sample(dataset, longer, index)
+            assert all(output in question.example.context for output in question.outputs)
+            if name != "json_kv":  # whose pairs are counted, as in HELMET, and not its tokens
+                assert question.cut_tokens == 0
+                assert 0.97 * longer <= question.length <= longer
+    rows = [json.loads(line) for line in before["json_kv"].splitlines()]
+    for row in rows:
+        pairs = json.loads(row["context"].removeprefix("JSON data:\n"))
+        assert len(pairs) == row["num_kvs"] == 3600 and pairs[row["question"]] == row["answer"]
+        assert list(pairs).index(row["question"]) == round(row["depth"] * 3599)
+        assert all(pairs[key] == value and key != row["question"] for key, value in row["demos"])
+    assert [row["depth"] for row in rows] == [0, 0.2, 0.4]
+
+    (tmp_path / "data" / DATASETS["json_kv"].file_at(longer)).unlink()
+    helmet_extend(options)
+    assert "kept" in capsys.readouterr().err
+    for name in names:
+        assert (tmp_path / "data" / DATASETS[name].file_at(longer)).read_bytes() == before[name]
+    with pytest.raises(UserError, match="--lengths has 131072, and HELMET's archive has files up to 131072"):
+        helmet_extend(Namespace(**vars(options) | {"lengths": "128k,256k"}))
+    with pytest.raises(UserError, match=r"test_k7200_dep6\.jsonl is missing.* helmet-extend makes it"):
+        present(archive, parse_datasets(["json_kv"]), [4 * LONGEST], False)
 
 
 def test_long_texts(files: Files, helmet: Helmet) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.evaluation.lengths import length_name
 
-from .datasets import Dataset
+from .datasets import LENGTHS, Dataset
 
 __all__ = ["Archive", "JsonLines", "Row", "check_fields", "present", "read_json_rows"]
 
@@ -70,13 +70,15 @@ class Archive:
 
     def lacking(self, dataset: Dataset, lengths: Sequence[int]) -> str | None:
         """What the first file is that a data set needs and that is not there, in words; None when all are."""
-        wanted = [(dataset.file_at(length), f" at {length_name(length)}") for length in lengths if dataset.file]
+        wanted = [(dataset.file_at(length), length) for length in lengths if dataset.file]
         if dataset.demo_file and dataset.category != "cite":
-            wanted.append((dataset.demo_file, ""))
-        for name, at in wanted:
+            wanted.append((dataset.demo_file, 0))
+        for name, length in wanted:
             path = self.file(name)
             if not path.is_file():
-                return f"{path} is missing, which {dataset.name}{at} needs{_instead(path)}"
+                at = f" at {length_name(length)}" if length else ""
+                makes = "; tools/eval_longctx.py helmet-extend makes it" if length > LENGTHS[-1] else _instead(path)
+                return f"{path} is missing, which {dataset.name}{at} needs{makes}"
         if dataset.category == "cite":
             try:
                 self.from_repository(dataset.demo_file)

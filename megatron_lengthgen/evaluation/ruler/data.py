@@ -107,14 +107,9 @@ class Ruler:
             UserError: when the length has no room for the question and the answer, or the data set has no such
                 question.
         """
-        question = self._question(task, max_length, index)
         reserve = self._reserve(task)
-        budget = max_length - reserve
-        measured = _Measured(question, self.encoder, self._splicer_of(task))
-        fitted = self._fit(task, max_length, measured, budget)
-        if fitted.tokens > budget:
-            raise _too_small(task, max_length, fitted.tokens, reserve)
-        rendering, ids = measured.prompt(fitted.size)
+        measured, size = self._fitted(task, max_length, index)
+        rendering, ids = measured.prompt(size)
         return Sample(
             task=task.name,
             max_length=max_length,
@@ -126,6 +121,28 @@ class Ruler:
             reserve=reserve,
             depths=rendering.depths,
         )
+
+    def haystack(self, task: Niah, max_length: int, index: int) -> tuple[str, niah.Draw]:
+        """The text of a needle sample without the question around it, and what was drawn.
+
+        Raises:
+            UserError: as :meth:`sample`.
+        """
+        measured, size = self._fitted(task, max_length, index)
+        question = measured.question
+        assert isinstance(question, niah.Needles)
+        pieces, _ = niah.context(task, question.drawn, size, question.essays, question.words)
+        return "".join(pieces), question.drawn
+
+    def _fitted(self, task: Task, max_length: int, index: int) -> tuple["_Measured", int]:
+        """A question, and the size of its haystack at a length."""
+        reserve = self._reserve(task)
+        budget = max_length - reserve
+        measured = _Measured(self._question(task, max_length, index), self.encoder, self._splicer_of(task))
+        fitted = self._fit(task, max_length, measured, budget)
+        if fitted.tokens > budget:
+            raise _too_small(task, max_length, fitted.tokens, reserve)
+        return measured, fitted.size
 
     def check(self, task: Task, max_length: int, samples: int) -> None:
         """Refuse a length that is too small for any of the first ``samples`` samples.
