@@ -43,7 +43,7 @@ def _cluster(options: argparse.Namespace) -> Any:
 
     per_node = options.gpus_per_node
     if options.world_size is None:
-        nodes = options.nodes or 1
+        nodes = 1 if options.nodes is None else options.nodes
     elif options.nodes is not None:
         raise errors.UserError("--world-size and --nodes say the same thing twice: give one of them")
     elif options.world_size <= per_node:

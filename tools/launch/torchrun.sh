@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Continual pretraining on several nodes without Slurm. The same line on every node, from a folder that all of them share:
+#
+#   NNODES=8 HEAD=node0 bash tools/launch/torchrun.sh CONF [key=value ...]
+#
+# HEAD is a node's name or address, the same everywhere; GPUS (8) are those of a node. PORT (29400) must be free on HEAD,
+# and RUN_ID (lengthgen) tells this run from others that meet there. When a rank fails, torchrun starts all of them again,
+# RESTARTS times (10), and waits for a node that was lost to come back. SIGTERM to torchrun on every node saves and ends
+# the run; LEAD (600) seconds later it is killed.
+set -euo pipefail
+if [ $# -eq 0 ] || [ -z "${NNODES:-}" ] || [ -z "${HEAD:-}" ]; then
+    echo "usage: NNODES=N HEAD=HOST bash tools/launch/torchrun.sh CONF [key=value ...]" >&2
+    exit 2
+fi
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "${PYTHON:-$root/.venv/bin/python}" -m torch.distributed.run \
+    --nnodes "$NNODES" \
+    --nproc-per-node "${GPUS:-8}" \
+    --rdzv-backend c10d \
+    --rdzv-endpoint "$HEAD:${PORT:-29400}" \
+    --rdzv-id "${RUN_ID:-lengthgen}" \
+    --max-restarts "${RESTARTS:-10}" \
+    --shutdown-timeout "${LEAD:-600}" \
+    "$root/tools/continual_pretrain.py" "$@"
