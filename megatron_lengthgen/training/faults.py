@@ -2,10 +2,13 @@
 
 import re
 import socket
+from collections.abc import Iterator
+
+import torch
 
 from megatron_lengthgen.errors import UserError
 
-__all__ = ["RESTART", "LostContact", "lost_contact"]
+__all__ = ["RESTART", "TryAgain", "lost_contact"]
 
 RESTART = 75
 """Exit status of a run that did nothing wrong and should be started again (``EX_TEMPFAIL`` of sysexits.h)."""
@@ -20,13 +23,16 @@ _LOST = re.compile(
 )
 
 
-class LostContact(UserError):
-    """Another rank ended, or the network between them did. The same command goes on."""
+_DIST = (torch.distributed.DistStoreError, torch.distributed.DistNetworkError)
+
+
+class TryAgain(UserError):
+    """Another rank or the network failed, not the run: the same command goes on."""
 
     exit_status = RESTART
 
 
-def lost_contact(error: BaseException, rank: int, save: str | None) -> LostContact | None:
+def lost_contact(error: BaseException, rank: int, save: str | None) -> TryAgain | None:
     """The error to end with where ``error`` says that a collective got no answer; None for any other error.
 
     Args:
@@ -34,13 +40,24 @@ def lost_contact(error: BaseException, rank: int, save: str | None) -> LostConta
         rank: of this process.
         save: where the run's checkpoints are.
     """
-    if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
+    said = next((cause for cause in _causes(error) if isinstance(cause, _DIST) or _LOST.search(str(cause))), None)
+    if said is None:
         return None
     way = f"the same command goes on from the last checkpoint in {save}" if save else "start it again"
-    return LostContact(
-        f"rank {rank} on host {socket.gethostname()} lost contact with another rank ({_first_line(error)}): see "
+    return TryAgain(
+        f"rank {rank} on host {socket.gethostname()} lost contact with another rank ({_first_line(said)}): see "
         f"whether its node or the network failed; {way}"
     )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it was raised for; torch.distributed.checkpoint collects those of all ranks."""
+    seen: list[BaseException] = [error]
+    while seen:
+        one = seen.pop()
+        yield one
+        seen += [failure[0] for failure in getattr(one, "failures", {}).values()]
+        seen += [one.__cause__] if one.__cause__ is not None else []
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.training.faults import TryAgain
 
 __all__ = ["Ranks", "connect"]
 
@@ -103,7 +104,7 @@ class Ranks:
             self._store.wait(list(keys), self._timeout)
             return [json.loads(self._store.get(key)) for key in keys]
         except _TIMEOUTS as error:
-            raise UserError(self._silence(keys)) from error
+            raise TryAgain(self._silence(keys)) from error
 
     def _silence(self, keys: Sequence[str]) -> str:
         waited = f"within {self._timeout.total_seconds():g} s"
@@ -154,7 +155,8 @@ def connect(timeout: float) -> Ranks:
         timeout: seconds that one waits for the others.
 
     Raises:
-        UserError: where rank 0 cannot listen at its port, or another rank does not reach it.
+        TryAgain: where rank 0 cannot listen at its port, or another rank does not reach it.
+        UserError: for variables that are not set.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
@@ -192,14 +194,14 @@ def _store(address: str, port: int, is_master: bool, rank: int, timeout: float) 
         try:
             return _within(timeout + _GRACE, make)
         except TimeoutError:
-            raise UserError(
+            raise TryAgain(
                 f"something that is no rank 0 holds {address}:{port}: end it, or choose another MASTER_PORT"
             ) from None
         except _TIMEOUTS as error:
             if is_master and _IN_USE.search(str(error)) and time.monotonic() < end:
                 time.sleep(0.5)
                 continue
-            raise UserError(_unreachable(rank, f"{address}:{port}", timeout, str(error))) from error
+            raise TryAgain(_unreachable(rank, f"{address}:{port}", timeout, str(error))) from error
 
 
 def _within[T](seconds: float, make: Callable[[], T]) -> T:

@@ -164,16 +164,16 @@ def _train(args: argparse.Namespace, ranks: Ranks, datasets: Callable[..., Any] 
             ModelType.encoder_or_decoder,
             functools.partial(forward_step, progress=progress),
         )
-    except (CheckpointException, OSError) as error:  # the former is a BaseException
+    except (CheckpointException, OSError, RuntimeError) as error:  # the first is a BaseException
+        lost = lost_contact(error, args.rank, args.save)
+        if lost is not None:
+            raise lost from error
+        if isinstance(error, RuntimeError):
+            raise
         raise UserError(
             f"a file of the run could not be read or written ({reason(error)}): free some space under {args.save} or "
             "choose another save; the last whole checkpoint there is intact, and the same command goes on from it"
         ) from error
-    except RuntimeError as error:
-        lost = lost_contact(error, args.rank, args.save)
-        if lost is None:
-            raise
-        raise lost from error
     finally:
         progress.stop()
 
