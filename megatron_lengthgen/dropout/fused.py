@@ -18,12 +18,17 @@ forward 3e, since x is read once more before. A bf16 element takes 4 and 6 bytes
 device copy on an H200 that is a floor of 0.93 and 1.40 ns per 1000 elements. Per channel and row 12 bytes at most come
 on top, and, where gradients of gain and bias are summed, 4 bytes per channel, program and parameter, written and read.
 
-**Integer operations** for the mask. One Philox4x32-10 counter costs 10 rounds of two 32x32-bit products and two
+**Integer operations** for the mask. One Philox4x32-10 counter costs 10 rounds of two 32 x 32-bit products and two
 three-way XORs: 40, the key schedule being the same for all. Its four words are read as eight 16-bit draws: 5 operations
 per element, and 2.5 to align (every second one), compare and select. An H200 does 132 multiprocessors x 64 lanes x
 1.98 GHz = 16.7e12 of them per second, so a floor of 0.45 ns per 1000 elements: under both floors above. At one word per
-element it would be 12.5 operations and 0.75 ns, which next to address and floating-point work is no longer hidden; at
-one counter per element, as ``triton.language.rand`` draws, 42 and 2.5 ns: bound by integer arithmetic, twice over.
+element it would be 12.5 operations and 0.75 ns; at one counter per element, as ``triton.language.rand`` draws, 42 and
+2.5 ns: bound by integer arithmetic.
+
+**As compiled** for sm_90 by Triton 3.7.1 at 2,048 channels, RMSNorm and Pre-Linear in bf16: 22.6 instructions per
+element forward, 10.4 of them on integers (2.6 without a mask), and 25.5 backward. At 33.4e12 instructions per second
+(128 a cycle and multiprocessor) that is 0.68 and 0.76 ns per 1000 elements, behind the 0.93 and 1.40 of memory. With a
+word per element the forward's integers alone would take the 0.93: hence the 16-bit lanes.
 """
 
 import functools

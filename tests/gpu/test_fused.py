@@ -30,8 +30,8 @@ from megatron_lengthgen.dropout.masks import MaskCoordinates, counter_keep_mask,
 from megatron_lengthgen.dropout.moments import moments  # noqa: E402
 
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
-WHERE = MaskCoordinates(key=2**64 - 3, stream=2**31 + 5, positions=((7, 2), (100, 1)), sample=3)
-ROWS = (3, 2)
+WHERE = MaskCoordinates(key=2**64 - 3, stream=2**31 + 5, positions=((7, 1), (100, 1)), sample=3)
+ROWS = (2, 2)
 DTYPES = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # and the relative error of one rounding
 # (placement, fill, statistics)
 MODES = {
@@ -115,11 +115,11 @@ def assert_close(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("centred", "zero_centred", "dtype"),
-    [(*norm, dtype) for norm in NORMS for dtype in DTYPES if dtype == torch.float32 or not norm[1]],
+    [(*norm, dtype) for norm in NORMS for dtype in DTYPES if dtype == torch.float32 or norm == (False, False)],
 )
 def test_output_and_gradients_equal_float64(mode, centred, zero_centred, dtype):
-    x = random(3, 2, 44, dtype=dtype, scale=2.0, mean=0.5)
-    norm, dy = make_norm(44, centred, zero_centred, dtype), random(3, 2, 44, dtype=dtype)
+    x = random(2, 2, 44, dtype=dtype, scale=2.0, mean=0.5)
+    norm, dy = make_norm(44, centred, zero_centred, dtype), random(2, 2, 44, dtype=dtype)
     found, expected = (of(x, norm, mode, 0.3, WHERE, dy) for of in (run, reference))
     assert found[0].dtype == dtype
     assert_close(found, expected, dtype)
@@ -144,7 +144,7 @@ def test_one_channel(mode, centred):
 
 
 @pytest.mark.parametrize("p", [1e-9, 0.1, 0.999])
-@pytest.mark.parametrize("shape", [(3, 1, 1), (3, 3, 100)])
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 3, 100)])
 def test_masks_are_those_of_the_plain_path_bit_for_bit(shape, p):
     """In forward, and drawn again in backward."""
     x = random(*shape).abs().add_(0.5).requires_grad_()
@@ -174,13 +174,13 @@ def test_positions_in_one_run_or_two(positions):
 
 
 def test_key_and_sample_are_read_from_a_tensor():
-    norm, ones = Norm(torch.ones(64, device=DEVICE), None, 1e-5), torch.ones(3, 2, 64, device=DEVICE)
+    norm, ones = Norm(torch.ones(64, device=DEVICE), None, 1e-5), torch.ones(2, 2, 64, device=DEVICE)
     key = torch.tensor([11, 4], device=DEVICE)
     other = MaskCoordinates(key=2**63 + 9, stream=WHERE.stream, positions=WHERE.positions, sample=8)
     drawn = [norm_dropout(ones, norm, 0.3, WHERE, key=key) != 0]
     key.copy_(key_tensor(other.key, other.sample, DEVICE))
     drawn.append(norm_dropout(ones, norm, 0.3, WHERE, key=key) != 0)
-    assert torch.equal(drawn[1], counter_keep_mask((3, 2, 64), 0.3, other, DEVICE))
+    assert torch.equal(drawn[1], counter_keep_mask((2, 2, 64), 0.3, other, DEVICE))
     assert not torch.equal(*drawn)
 
 
@@ -188,41 +188,41 @@ def test_key_and_sample_are_read_from_a_tensor():
 @pytest.mark.parametrize("centred", [False, True])
 def test_nan_stays_in_its_row(mode, centred):
     """A row with a NaN or an infinity is all NaN, the kept and the dropped; the others are as if it were not there."""
-    x, dy, norm = random(3, 2, 44), random(3, 2, 44), make_norm(44, centred, False)
+    x, dy, norm = random(2, 2, 44), random(2, 2, 44), make_norm(44, centred, False)
     clean = run(x, norm, mode, 0.3, WHERE, dy)
-    x[1, 1, 3], x[2, 0, 0] = float("nan"), float("inf")
+    x[1, 1, 3], x[0, 0, 0] = float("nan"), float("inf")
     found = run(x, norm, mode, 0.3, WHERE, dy)
-    broken = torch.zeros(3, 2, dtype=torch.bool, device=DEVICE)
-    broken[1, 1] = broken[2, 0] = True
+    broken = torch.zeros(2, 2, dtype=torch.bool, device=DEVICE)
+    broken[1, 1] = broken[0, 0] = True
     for got, before in zip(found[:2], clean[:2], strict=True):
         assert got[1, 1].isnan().all()
         assert torch.equal(got[~broken], before[~broken])
-        assert not torch.equal(got[2, 0], before[2, 0])
+        assert not torch.equal(got[0, 0], before[0, 0])
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_outliers(mode):
     """Channels a thousand times the others, as real models have."""
-    x, dy, norm = random(3, 2, 100), random(3, 2, 100), make_norm(100, True, False)
+    x, dy, norm = random(2, 2, 100), random(2, 2, 100), make_norm(100, True, False)
     x[..., 7] += 3000.0
     x[..., 8] *= 1000.0
     assert_close(*(of(x, norm, mode, 0.3, WHERE, dy) for of in (run, reference)), torch.float32)
 
 
 def test_layout_of_input_and_gradient_does_not_matter():
-    norm, dy = make_norm(44, True, False), random(3, 2, 44)
-    x = random(2, 3, 44)
+    norm, dy = make_norm(44, True, False), random(2, 2, 44)
+    x = random(2, 2, 44)
     views = {
         "transposed": x.transpose(0, 1),
-        "strided": random(6, 2, 88)[::2, :, ::2],
-        "expanded": random(3, 1, 44).expand(3, 2, 44),
-        "a row for all": random(44).expand(3, 2, 44),
+        "strided": random(4, 2, 88)[::2, :, ::2],
+        "expanded": random(2, 1, 44).expand(2, 2, 44),
+        "a row for all": random(44).expand(2, 2, 44),
     }
     for name, view in views.items():
         expected = run(view.contiguous(), norm, "pre_linear", 0.3, WHERE, dy)
         for got, want in zip(run(view, norm, "pre_linear", 0.3, WHERE, dy), expected, strict=True):
             assert torch.equal(got, want), name
-    ones = torch.ones((), device=DEVICE).expand(3, 2, 44)  # as sum().backward() hands it on
+    ones = torch.ones((), device=DEVICE).expand(2, 2, 44)  # as sum().backward() hands it on
     for got, want in zip(
         run(views["transposed"], norm, "pre_linear", 0.3, WHERE, ones),
         run(views["transposed"], norm, "pre_linear", 0.3, WHERE, ones.contiguous()),
@@ -231,7 +231,7 @@ def test_layout_of_input_and_gradient_does_not_matter():
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 44), (3, 0, 44)])
+@pytest.mark.parametrize("shape", [(0, 2, 44), (2, 0, 44)])
 @pytest.mark.parametrize("mode", MODES)
 def test_no_tokens(mode, shape):
     where = MaskCoordinates(key=1, stream=2, positions=((0, shape[0]),))
@@ -246,14 +246,14 @@ def test_p_of_zero_is_the_norm_alone_also_without_coordinates():
     x, norm = random(3, 44), make_norm(44, False, False)
     torch.testing.assert_close(norm_dropout(x, norm), F.rms_norm(x, (44,), norm.weight, 1e-5))
     assert torch.equal(
-        norm_dropout(random(3, 2, 44) * 0 + 2, norm, 0.0, WHERE), norm_dropout(random(3, 2, 44) * 0 + 2, norm)
+        norm_dropout(random(2, 2, 44) * 0 + 2, norm, 0.0, WHERE), norm_dropout(random(2, 2, 44) * 0 + 2, norm)
     )
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("centred", [False, True])
 def test_input_row_statistics_and_key_are_kept_and_no_mask(mode, centred):
-    x, norm = random(3, 2, 256, dtype=torch.bfloat16).requires_grad_(), make_norm(256, centred, False, torch.bfloat16)
+    x, norm = random(2, 2, 256, dtype=torch.bfloat16).requires_grad_(), make_norm(256, centred, False, torch.bfloat16)
     given = {x.data_ptr(), norm.weight.data_ptr()} | ({norm.bias.data_ptr()} if norm.bias is not None else set())
     kept: list[int] = []
 
@@ -264,13 +264,13 @@ def test_input_row_statistics_and_key_are_kept_and_no_mask(mode, centred):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         fused(x, norm, mode, 0.3, WHERE)
-    rows, key, channels = 4 * 6 * (1 + centred), 16, 4 * 2 * 256
+    rows, key, channels = 4 * 4 * (1 + centred), 16, 4 * 2 * 256
     assert sum(kept) == rows + (key if mode != "none" else 0) + (channels if "batch" in mode else 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_activation_recompute_changes_nothing(mode):
-    x, dy, norm = random(3, 2, 44).requires_grad_(), random(3, 2, 44), make_norm(44, True, False)
+    x, dy, norm = random(2, 2, 44).requires_grad_(), random(2, 2, 44), make_norm(44, True, False)
     leaves = [x, norm.weight, norm.bias]
     of = functools.partial(fused, norm=norm, mode=mode, p=0.3, where=WHERE)
     stored = torch.autograd.grad(of(x), leaves, dy)
@@ -286,24 +286,24 @@ def test_torch_compile_leaves_it_correct():
         return (fused(x * 2.0, norm, "zero, batch", 0.3, WHERE) * 3.0).sin()
 
     compiled = torch.compile(step, backend="eager" if IS_INTERPRETED else "inductor")
-    x, dy = random(3, 2, 44).requires_grad_(), random(3, 2, 44)
+    x, dy = random(2, 2, 44).requires_grad_(), random(2, 2, 44)
     for _ in range(2):
         torch.testing.assert_close(compiled(x), step(x))
         torch.testing.assert_close(
             torch.autograd.grad(compiled(x), [x, norm.weight], dy), torch.autograd.grad(step(x), [x, norm.weight], dy)
         )
-        x = random(3, 2, 44).requires_grad_()
+        x = random(2, 2, 44).requires_grad_()
 
 
 @pytest.mark.parametrize(("centred", "zero_centred"), NORMS)
 def test_moments_are_those_of_the_norms_output(centred, zero_centred):
     """Also where a channel's mean is a thousand times its spread."""
-    x, norm = random(7, 3, 44), make_norm(44, centred, zero_centred)
+    x, norm = random(4, 2, 44), make_norm(44, centred, zero_centred)
     x[..., 5] += 4000.0
     found = norm_moments(x, norm)
     wide = (t if t is None else t.detach().double() for t in (x, norm.weight, norm.bias))
     expected = moments(float64_norm(next(wide), norm, next(wide), next(wide)))
-    assert found.tokens.item() == 21
+    assert found.tokens.item() == 8
     torch.testing.assert_close(found.mean.double(), expected.mean, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found.m2.double(), expected.m2, rtol=1e-4, atol=1e-9)
     few = norm_moments(x[:1, :2], norm)  # fewer rows than programs
@@ -318,14 +318,14 @@ def test_moments_are_those_of_the_norms_output(centred, zero_centred):
         (lambda x, norm: norm_dropout(x.double(), norm), "x must be float32, bfloat16 or float16, got torch.float64"),
         (lambda x, norm: norm_dropout(x[..., :9], norm), r"weight must have shape \(9,\), got \(44,\)"),
         (lambda x, norm: norm_dropout(x, norm, 0.1), r"needs coordinates and activations \[s, b, h\], got None"),
-        (lambda x, norm: norm_dropout(x[:2], norm, 0.1, WHERE), "at most two runs of 2 in all"),
+        (lambda x, norm: norm_dropout(x[:1], norm, 0.1, WHERE), "at most two runs of 1 in all"),
         (lambda x, norm: norm_dropout(x, norm, 0.1, WHERE, placement="none"), "placement must be .*, got 'none'"),
         (lambda x, norm: norm_dropout(x, norm, 0.1, WHERE, fill="one"), "fill must be .*, got 'one'"),
     ],
 )
 def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
-        call(random(3, 2, 44), make_norm(44, False, False))
+        call(random(2, 2, 44), make_norm(44, False, False))
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="needs a CUDA device")
@@ -356,11 +356,20 @@ def test_a_captured_graph_draws_fresh_masks_at_every_replay():
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="needs a CUDA device")
-@pytest.mark.parametrize("hidden", [2048, 3072, 4096, 8192, 16384, 20000])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sizes_of_real_models(hidden, dtype):
+@pytest.mark.parametrize(
+    ("hidden", "dtype"),
+    [
+        (2048, torch.float32),
+        (2048, torch.float16),
+        (2048, torch.bfloat16),
+        (4096, torch.bfloat16),
+        (20000, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("centred", [False, True])
+def test_sizes_of_real_models(hidden, dtype, centred):
     where = MaskCoordinates(key=77, stream=9, positions=((0, 1031),))
     x, dy = random(1031, 2, hidden, dtype=dtype), random(1031, 2, hidden, dtype=dtype)
-    for mode, centred in itertools.product(MODES, (False, True)):
-        norm = make_norm(hidden, centred, False, dtype)
+    norm = make_norm(hidden, centred, False, dtype)
+    for mode in ("pre_linear", "zero, batch"):
         assert_close(*(of(x, norm, mode, 0.1, where, dy) for of in (run, reference)), dtype)
