@@ -40,12 +40,12 @@ def lost_contact(error: BaseException, rank: int, save: str | None) -> TryAgain 
         rank: of this process.
         save: where the run's checkpoints are.
     """
-    said = next((cause for cause in _causes(error) if isinstance(cause, _DIST) or _LOST.search(str(cause))), None)
-    if said is None:
+    said = [cause for cause in _causes(error) if isinstance(cause, _DIST) or _LOST.search(str(cause))]
+    if not said:
         return None
     way = f"the same command goes on from the last checkpoint in {save}" if save else "start it again"
     return TryAgain(
-        f"rank {rank} on host {socket.gethostname()} lost contact with another rank ({_first_line(said)}): see "
+        f"rank {rank} on host {socket.gethostname()} lost contact with another rank ({_first_line(said[-1])}): see "
         f"whether its node or the network failed; {way}"
     )
 
