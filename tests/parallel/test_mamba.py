@@ -22,6 +22,7 @@ MAMBA, HYBRID = ROOT / "conf" / "mamba2_tiny_prelinear.yaml", ROOT / "conf" / "h
 ONE = "tensor_model_parallel_size=1,sequence_parallel=false,pipeline_model_parallel_size=1"
 STAGES = "tensor_model_parallel_size=1,sequence_parallel=false,pipeline_model_parallel_size=2"
 WHOLE = "hybrid_layer_pattern='M-M*-M-*-M-'"
+STILL = "train_iters=1,lr_warmup_iters=0,lr=0,min_lr=0"
 GENERATING = ("mamba/tp2", "hybrid/tp2_pp2")
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 4))
 
@@ -87,7 +88,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, megatron_single: Any) -> Path
         f"hybrid/start:{ONE},{WHOLE},train_iters=1,lr_warmup_iters=0,no_save_optim=true",
         f"hybrid/tp1:{ONE},{WHOLE},pretrained_checkpoint={out / 'hybrid' / 'start'}",
     )
-    torchrun(2, TRAIN, MAMBA, out, "mamba/tp2", f"mamba/pp2:{STAGES},hybrid_layer_pattern='MM|MM'")
+    halves = f"{STAGES},hybrid_layer_pattern='MM|MM'"
+    torchrun(
+        *(2, TRAIN, MAMBA, out, "mamba/tp2", f"mamba/pp2:{halves}"),
+        f"mamba/tp1_to_tp2:{STILL},pretrained_checkpoint={out / 'mamba' / 'tp1'}",
+        f"mamba/tp2_to_pp2:{halves},{STILL},pretrained_checkpoint={out / 'mamba' / 'tp1_to_tp2'}",
+    )
     torchrun(4, Path(__file__), out)
     del os.environ["RUN"]
     return out
@@ -100,6 +106,17 @@ def test_layouts_train_alike(runs: Path, run: str) -> None:
     one, other = losses(runs / run), losses((runs / run).parent / "tp1")
     assert len(one) == len(other) == 6 and other[-1] < other[0]
     torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("run", ["tp1_to_tp2", "tp2_to_pp2"])
+def test_resizing_keeps_every_bit(runs: Path, run: str) -> None:
+    from megatron_lengthgen.checkpoint.load import checkpoint_args, find_checkpoint
+    from megatron_lengthgen.checkpoint.tensors import StoredModel
+    from megatron_lengthgen.models.mamba2 import key_map
+
+    before, after = (StoredModel(find_checkpoint(runs / "mamba" / name)) for name in ("tp1", run))
+    for entry in key_map(vars(checkpoint_args(find_checkpoint(runs / "mamba" / "tp1")))):
+        assert torch.equal(before.read(entry.megatron), after.read(entry.megatron)), entry.megatron
 
 
 @pytest.mark.parametrize("run", GENERATING)
