@@ -86,6 +86,7 @@ def forward_step(
         batch["position_ids"],
         batch["attention_mask"],
         labels=batch["labels"],
+        loss_mask=batch["loss_mask"],  # multi-token prediction masks its own losses by it
         **({"output_processor": language_model_loss} if is_ours else {}),
     )
     return output, partial(_loss, batch["loss_mask"], progress)
