@@ -245,6 +245,25 @@ def test_a_judge_that_fails_midway(
         start(monkeypatch, model, files, run, *options, "--judge", whole.url, "--judge-model", "judge-2", engine=parrot)
 
 
+def test_shards_judge_their_own_answers(
+    model: Path, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Any
+) -> None:
+    run, parrot = tmp_path / "run", Parrot(" Number 1")
+    judge = serve('{"fluency": 1, "correctness": 3}')
+    options = ["--tasks", "narrativeqa", "--judge", judge.url, "--judge-model", "j"]
+    start(monkeypatch, model, files, run, *options, "--shard", "1/2", engine=parrot)
+    assert (parrot.asked, len(judge.asked)) == (1, 1)
+    assert not json.loads((run / "summary.json").read_text())["complete"]
+    # The other shard, which then finds the first one's verdict, and whoever starts again has nothing to ask.
+    start(monkeypatch, model, files, run, *options, "--shard", "2/2", engine=parrot)
+    start(monkeypatch, model, files, run, *options, "--shard", "1/2", engine=parrot)
+    assert (parrot.asked, len(judge.asked)) == (2, 2)
+    assert len(RunStore(run).records("narrativeqa.judge", LENGTH)) == 2
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["complete"]
+    assert {c["task"]: c["score"] for c in summary["cells"]}["narrativeqa.judge"] == pytest.approx(100)
+
+
 def _impatient(ask: Any) -> Any:
     def quickly(self: ChatClient, *arguments: Any) -> str:
         self._pause = 0.001
