@@ -362,11 +362,10 @@ def _grid(rows: int, hidden: int, device: torch.device) -> tuple[int]:
     return (max(min(programs, rows), 1),)
 
 
-@functools.lru_cache(maxsize=16)
 def key_tensor(key: int, sample: int, device: torch.device) -> Tensor:
     """What the kernels read of :class:`~megatron_lengthgen.dropout.masks.MaskCoordinates` at run time.
 
-    The sites of a microbatch share one tensor. It is written by the device itself: a copy from the host would wait.
+    The device writes it by itself: a copy from the host would wait.
 
     Args:
         key: 64-bit key of the training step.
@@ -381,6 +380,10 @@ def key_tensor(key: int, sample: int, device: torch.device) -> Tensor:
     values[0].fill_(key - (key >> 63 << 64))
     values[1].fill_(sample)
     return values
+
+
+#: The sites of a microbatch share one, which nobody else gets hold of.
+_shared_key_tensor = functools.lru_cache(maxsize=16)(key_tensor)
 
 
 @torch.compiler.disable
@@ -430,7 +433,7 @@ def norm_dropout(
     else:
         assert where is not None
         if key is None:
-            key = key_tensor(where.key, where.sample, x.device)
+            key = _shared_key_tensor(where.key, where.sample, x.device)
         if moments is not None and placement == "vpad":
             mean, variance = (value.detach().float().contiguous() for value in moments)
     weight = norm.weight.contiguous()

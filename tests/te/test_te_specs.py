@@ -143,8 +143,12 @@ def test_dropout_is_hooked_where_a_seam_is(name: str) -> None:
     for path, name_of_site in found:
         assert name_of_site == behind.get(path.rsplit(".", 1)[-1], path.rsplit(".", 1)[-1])
     for path, module, dropout in site.sites(ours):
-        hooks = module._forward_hooks if path.endswith("norm") else module._forward_pre_hooks
-        assert [hook.dropout for hook in hooks.values() if hasattr(hook, "dropout")] == [dropout]
+        if path.endswith("norm"):  # one kernel for both: CUDA is there, as far as a norm can tell
+            assert module.forward.dropout is dropout
+            assert not module._forward_hooks
+        else:
+            hooks = module._forward_pre_hooks.values()
+            assert [hook.dropout for hook in hooks if hasattr(hook, "dropout")] == [dropout]
     if name == "moe":
         (before,) = ours.decoder.layers[0].mlp._forward_pre_hooks.values()
         (for_router,) = ours.decoder.layers[0].mlp.router._forward_pre_hooks.values()
