@@ -18,6 +18,8 @@ from megatron_lengthgen.choices import check_choice, suggest
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models.build import regularization
 from megatron_lengthgen.regularization import Regularization
+from megatron_lengthgen.training import blend, schedule
+from megatron_lengthgen.training.probe_settings import PROBES, ProbeSettings
 from megatron_lengthgen.training.resume import record
 
 __all__ = ["RunConfig", "load", "parse", "resolve"]
@@ -26,7 +28,7 @@ _SECTION = "lengthgen"
 _CORE_ATTENTION = ("sdpa", "megatron")
 _MEGATRON_DEFAULT_DROPOUT = 0.1
 _REGULARIZATION = tuple(option.name for option in fields(Regularization))
-_KEYS = (*_REGULARIZATION, "attention", "core_attention")
+_KEYS = (*_REGULARIZATION, "attention", "core_attention", *PROBES)
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ def resolve(values: dict[str, Any], section: dict[str, Any]) -> RunConfig:
             raise UserError(f"unknown key {_SECTION}.{key}{suggest(key, list(_KEYS))}")
     core_attention = section.get("core_attention", "sdpa")
     check_choice(f"{_SECTION}.core_attention", core_attention, _CORE_ATTENTION)
-    values = {**values, **_attention_arguments(values, section)}
+    values = schedule.in_steps(blend.resolve(values))
+    values |= _attention_arguments(values, section)
     chosen = {name: section[name] for name in _REGULARIZATION if section.get(name) is not None}
     written = values.get("hidden_dropout")
     if chosen.get("p") is None:
@@ -139,6 +142,8 @@ def resolve(values: dict[str, Any], section: dict[str, Any]) -> RunConfig:
             "dataloader_inter_document_masking packs documents in a way that this trainer does not read: use "
             "reset_attention_mask: true, which keeps them apart too"
         )
+    # Megatron's own default is 0.01, and weight decay is what length generalisation suffers from.
+    values.setdefault("weight_decay", 0.0)
     # Without an interval Megatron divides by None once the model is built.
     values.setdefault("eval_interval", 1000)
     if values.get("save") is not None:
@@ -146,6 +151,9 @@ def resolve(values: dict[str, Any], section: dict[str, Any]) -> RunConfig:
         # A second start goes on where the first one stopped.
         values.setdefault("load", values["save"])
         values.setdefault("tensorboard_dir", os.path.join(str(values["save"]), "tensorboard"))
+        # Time per step and TFLOP/s per GPU beside the loss.
+        values.setdefault("log_timers_to_tensorboard", True)
+        values.setdefault("log_throughput", True)
         # SIGTERM: save at the end of the step, and end.
         values.setdefault("exit_signal_handler", True)
     if values.get("async_save"):
@@ -153,9 +161,14 @@ def resolve(values: dict[str, Any], section: dict[str, Any]) -> RunConfig:
         values.setdefault("use_persistent_ckpt_worker", True)
         if importlib.util.find_spec("nvidia_resiliency_ext") is None:
             values.setdefault("async_strategy", "mcore")
+    if values.get("wandb_project"):
+        values.setdefault("wandb_exp_name", Path(str(values.get("save") or "run")).name)
     resolved = {**regularization.to_dict(), "core_attention": core_attention}
     if section.get("attention"):
         resolved["attention"] = section["attention"]
+    for name in PROBES:
+        if section.get(name) is not None:
+            resolved[name] = ProbeSettings.from_mapping(name, section[name]).to_mapping()
     return RunConfig(megatron=values, lengthgen=resolved)
 
 
@@ -203,16 +216,25 @@ def _num_layers(values: Mapping[str, Any]) -> int | None:
     return layers
 
 
-def parse(run: RunConfig) -> argparse.Namespace:
+def parse(run: RunConfig, *, logs: bool = True) -> argparse.Namespace:
     """Check ``run`` against this machine's files and processes, and parse it into Megatron's global arguments.
+
+    Args:
+        run: as :func:`load` gives it.
+        logs: start TensorBoard's and W&B's logs, which Megatron does here.
 
     Raises:
         UserError: for missing data, checkpoints or tokenizers, an impossible layout, or what Megatron refuses.
     """
     _check_files(run.megatron)
     _check_layout(run.megatron)
-    args = megatron_args.parse(run.megatron, lengthgen=record(run.lengthgen))
+    _check_wandb(run.megatron)
+    # Probes do nothing to a run, so that its checkpoints need not know of them.
+    lengthgen = {name: value for name, value in run.lengthgen.items() if name not in PROBES}
+    values = run.megatron if logs else {**run.megatron, "tensorboard_dir": None, "wandb_project": None}
+    args = megatron_args.parse(values, lengthgen=record(lengthgen))
     _check_vocabulary(args)
+    schedule.check(args)
     _check_schedule(args)
     _check_splits(args)
     return args
@@ -243,6 +265,24 @@ def _check_files(values: Mapping[str, Any]) -> None:
     tokenizer = values.get("tokenizer_model")
     if tokenizer is not None and str(tokenizer).startswith((".", "/", "~")) and not Path(str(tokenizer)).exists():
         raise UserError(f"tokenizer_model {tokenizer} does not exist")
+
+
+def _check_wandb(values: Mapping[str, Any]) -> None:
+    """Megatron would find out on the last rank alone, with the others waiting for it."""
+    project = values.get("wandb_project")
+    if not project:
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"wandb_project {project} needs Weights & Biases: pip install wandb, or leave wandb_project out"
+        )
+    if not (values.get("wandb_save_dir") or values.get("save")):
+        raise UserError(f"wandb_project {project} needs a folder for its files: set save or wandb_save_dir")
+    if not values.get("tensorboard_dir"):
+        raise UserError(
+            f"wandb_project {project} gets nothing without TensorBoard, beside which Megatron logs: set save or "
+            "tensorboard_dir"
+        )
 
 
 def _is_number(text: Any) -> bool:

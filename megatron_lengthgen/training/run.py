@@ -19,12 +19,13 @@ from megatron_lengthgen.checkpoint.common import prepare_saving, reason
 from megatron_lengthgen.dropout.masks import MASK_VERSION
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models import build
+from megatron_lengthgen.training import blend, decay, memory, schedule
 from megatron_lengthgen.training import config as run_config
-from megatron_lengthgen.training import memory
 from megatron_lengthgen.training.faults import lost_contact
 from megatron_lengthgen.training.plan import model_parallel_size, pretended_world_size
 from megatron_lengthgen.training.preflight import check_clocks, check_shared
 from megatron_lengthgen.training.pretrained import check_pretrained
+from megatron_lengthgen.training.probes import Probes, make
 from megatron_lengthgen.training.progress import TrainingProgress
 from megatron_lengthgen.training.ranks import Ranks, connect
 from megatron_lengthgen.training.recovery import recover
@@ -52,6 +53,7 @@ _ONE_PROCESS = {
     "overlap_param_gather": False,
     # Nothing is read or written.
     "tensorboard_dir": None,
+    "wandb_project": None,
     "save": None,
     "load": None,
     "pretrained_checkpoint": None,
@@ -82,7 +84,7 @@ def train(run: run_config.RunConfig, *, datasets: Callable[..., Any] | None = No
             stack.callback(global_vars.get_signal_handler().release)
         if args.save:
             _open_folder(args, ranks, stack)
-        _train(args, ranks, datasets)
+        _train(args, run.lengthgen, ranks, datasets)
 
 
 def _prepare_saving() -> None:
@@ -123,7 +125,9 @@ def _warn(text: str) -> None:
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
-def _train(args: argparse.Namespace, ranks: Ranks, datasets: Callable[..., Any] | None) -> None:
+def _train(
+    args: argparse.Namespace, section: dict[str, Any], ranks: Ranks, datasets: Callable[..., Any] | None
+) -> None:
     from megatron.core.enums import ModelType
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import pretrain
@@ -144,10 +148,11 @@ def _train(args: argparse.Namespace, ranks: Ranks, datasets: Callable[..., Any] 
         return
     model = ranks.agree(lambda: build.model_config(args))
     remark = ranks.agree(lambda: None if finished else check_pretrained(args))
-    if args.rank == 0 and remark:
-        print(remark, flush=True)
-    if args.rank == 0 and args.save:
-        print(f"checkpoints and logs: {args.save}", flush=True)
+    probes = Probes(ranks.agree(lambda: make(section, args)), args)
+    if args.rank == 0:
+        remarks = [remark, *_stage(args), f"checkpoints and logs: {args.save}" if args.save else None]
+        print("\n".join(filter(None, remarks)), flush=True)
+    model.pre_wrap_hooks.append(functools.partial(_report_decay, args, ranks))
     progress = TrainingProgress(
         steps=args.train_iters or args.train_samples // args.global_batch_size,
         microbatches=get_num_microbatches(),
@@ -160,9 +165,10 @@ def _train(args: argparse.Namespace, ranks: Ranks, datasets: Callable[..., Any] 
     try:
         pretrain(
             pretrain_cfg_container_from_args(args, model),
-            datasets or train_valid_test_datasets,
+            probes.preparing(datasets or train_valid_test_datasets),
             ModelType.encoder_or_decoder,
             functools.partial(forward_step, progress=progress),
+            non_loss_data_func=probes,
         )
     except (CheckpointException, OSError, RuntimeError) as error:  # the first is a BaseException
         lost = lost_contact(error, args.rank, args.save)
@@ -176,6 +182,18 @@ def _train(args: argparse.Namespace, ranks: Ranks, datasets: Callable[..., Any] 
         ) from error
     finally:
         progress.stop()
+
+
+def _stage(args: argparse.Namespace) -> list[str]:
+    """What a stage of training is: its tokens, where they come from, the course of its learning rate."""
+    return [*blend.describe(args), schedule.describe(args)]
+
+
+def _report_decay(args: argparse.Namespace, ranks: Ranks, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    counts = ranks.gather(decay.count(args, models))
+    if args.rank == 0:
+        print(decay.describe(args, counts), flush=True)
+    return models
 
 
 def _is_reporting_rank() -> bool:
@@ -200,9 +218,9 @@ def dry_run(run: run_config.RunConfig) -> None:
 
     ranks = model_parallel_size(run.megatron)
     with pretended_world_size(max(ranks, int(os.environ.get("WORLD_SIZE", "1")))):
-        # TensorBoard's writer would start a log.
-        args = run_config.parse(dataclasses.replace(run, megatron={**run.megatron, "tensorboard_dir": None}))
+        args = run_config.parse(run, logs=False)
     remark = None if check_resume(args) else check_pretrained(args)
+    make(run.lengthgen, args)
     build.model_config(args)
     _print_configuration(args, run)
     if remark:
@@ -212,8 +230,10 @@ def dry_run(run: run_config.RunConfig) -> None:
         build.initialize(alone)
         config = build.model_config(alone)
         model = _without_weights(config)
+        counts = decay.count(args, [model])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"\nparameters: {parameters:,}")
+    print(decay.describe(args, [counts]))
     print(format_layer_table(layer_table(config, model)))
 
 
@@ -258,7 +278,7 @@ def _print_configuration(args: argparse.Namespace, run: run_config.RunConfig) ->
         print(
             f"memory per GPU, by Megatron's estimate: {states} of weights and optimizer, {activations} of activations"
         )
-    print(f"weight decay: {args.weight_decay}, on weight matrices and embeddings")
+    print("\n".join(_stage(args)))
     print(f"masks: {_masks(args)}")
     print(f"kernel: {_kernel(args)}")
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["losses", "torchrun"]
+__all__ = ["losses", "scalars", "torchrun"]
 
 
 def torchrun(processes: int, script: Path, *arguments: object, timeout: float = 600) -> str:
@@ -27,11 +27,16 @@ def torchrun(processes: int, script: Path, *arguments: object, timeout: float = 
     return result.stdout
 
 
-def losses(run: Path) -> list[float]:
-    """The training losses, step by step, that Megatron wrote to TensorBoard for a run."""
+def scalars(run: Path, tag: str) -> dict[int, float]:
+    """What was written to TensorBoard for a run under ``tag``, by step; later values win."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    by_step = {event.step: event.value for event in events.Scalars("lm loss")}
-    return [by_step[step] for step in sorted(by_step)]
+    by_step = {event.step: event.value for event in events.Scalars(tag)}
+    return {step: by_step[step] for step in sorted(by_step)}
+
+
+def losses(run: Path) -> list[float]:
+    """The training losses, step by step, that Megatron wrote to TensorBoard for a run."""
+    return list(scalars(run, "lm loss").values())

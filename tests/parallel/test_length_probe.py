@@ -1,0 +1,93 @@
+"""Loss beyond the training length: Megatron's own, the same on every layout, and nothing that training notices."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launch import losses, scalars, torchrun
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "train_layouts.py"
+CONF = HERE / "tiny.yaml"
+TP2_SP = "tensor_model_parallel_size=2,sequence_parallel=true"
+PP2 = "pipeline_model_parallel_size=2"
+EVAL = "eval_iters=1,eval_interval=5"
+PROBE = "lengthgen.length_probe.multiples=[1,4],lengthgen.length_probe.samples=3"
+# Its masks come from Megatron's random streams, which a probe could disturb.
+DROPOUT = "lengthgen.placement=pre_norm,lengthgen.p=0.1"
+STILL = "lr=0,min_lr=0,train_iters=2,eval_iters=1,eval_interval=1"
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("probe")
+    start = f"pretrained_checkpoint={out / 'start'}"
+    torchrun(
+        2,
+        SCRIPT,
+        CONF,
+        out,
+        "start:train_iters=1,no_save_optim=true",
+        f"dp2:{start},{EVAL},{PROBE}",
+        f"tp2_sp:{start},{EVAL},{PROBE},{TP2_SP}",
+        f"pp2:{start},{EVAL},{PROBE},{PP2}",
+        f"interleaved:{start},{EVAL},{PROBE},{PP2},num_layers_per_virtual_pipeline_stage=1",
+        f"plain:{start},{EVAL},{DROPOUT}",
+        f"probed:{start},{EVAL},{DROPOUT},{PROBE}",
+        f"resumed:{start},{EVAL},{PROBE},exit_interval=5,save_interval=5",
+        f"resumed:{start},{EVAL},{PROBE},save_interval=5",
+        # Four sequences of 256 as the probe takes them, and as validation of a run at that length does.
+        f"still:{start},{STILL},lengthgen.length_probe.multiples=[4],lengthgen.length_probe.samples=4",
+        f"long:{start},{STILL},seq_length=256,max_position_embeddings=256",
+    )
+    return out
+
+
+def curve(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "length_curve.jsonl").read_text().splitlines()]
+
+
+def test_the_loss_is_that_of_megatrons_validation_at_that_length(out: Path) -> None:
+    # The last step is validated twice, on other sequences.
+    loss = scalars(out / "long", "lm loss validation")[1]
+    assert curve(out / "still")[0]["loss 4x"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2", "interleaved"])
+def test_layouts_agree(out: Path, layout: str) -> None:
+    for found, wanted in zip(curve(out / layout), curve(out / "dp2"), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_buckets_and_multiples_are_means_of_the_same_losses(out: Path) -> None:
+    for record in curve(out / "dp2"):
+        buckets = {name: loss for name, loss in record.items() if name.startswith("loss at")}
+        assert list(buckets) == ["loss at 0-31", "loss at 32-63", "loss at 64-127", "loss at 128-255"]
+        near, far = list(buckets.values())[:2], list(buckets.values())
+        assert record["loss 1x"] == pytest.approx(sum(near) / 2)
+        assert record["loss 4x"] == pytest.approx((far[0] + far[1] + 2 * far[2] + 4 * far[3]) / 8)
+    first, last = curve(out / "dp2")
+    assert (first["step"], last["step"], last["tokens"]) == (5, 10, 10 * 4 * 64)
+    assert last["loss 1x"] != first["loss 1x"]
+
+
+def test_training_does_not_notice(out: Path) -> None:
+    assert losses(out / "probed") == losses(out / "plain")
+
+
+def test_a_resumed_run_goes_on_with_the_curve(out: Path) -> None:
+    records = curve(out / "resumed")
+    assert [record["step"] for record in records] == [5, 10]
+    for found, wanted in zip(records, curve(out / "dp2"), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4)
+    for name in ("loss 1x", "loss 4x", "loss at 128-255"):
+        logged = scalars(out / "resumed", f"length probe/{name}")
+        assert logged == pytest.approx({int(record["step"]): record[name] for record in records})
+
+
+@pytest.mark.parametrize("name", ["lm loss", "learning-rate", "grad-norm", "throughput", "iteration-time"])
+def test_what_one_wants_to_watch_is_in_tensorboard(out: Path, name: str) -> None:
+    logged = scalars(out / "plain", name)
+    # Megatron takes no time of the first step; the learning rate ends at 0.
+    assert list(logged) == list(range(2 if name == "iteration-time" else 1, 11))
+    assert all(value > 0 for step, value in logged.items() if step < 10)
