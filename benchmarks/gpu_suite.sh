@@ -23,10 +23,11 @@ timeout 330 "$PYTHON" benchmarks/norm_dropout.py --json "$work/times.json" || ec
 
 "$PYTHON" - "$work" "$output" <<'PY'
 import json
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+
+import torch
 
 from megatron_lengthgen.files import write_json
 
@@ -40,8 +41,7 @@ failed = [
     if case.find("failure") is not None or case.find("error") is not None
 ]
 times = json.loads((work / "times.json").read_text()) if (work / "times.json").exists() else None
-query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-gpu = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+gpu = {"name": torch.cuda.get_device_name(), "bytes": torch.cuda.mem_get_info()[1], "cuda": torch.version.cuda}
 write_json(output, {"gpu": gpu, "tests": {**tests, "failed": failed}, "norm_dropout": times})
 claims = times["claims"] if times else []
 print(f"{output}: {tests['tests']} tests, {len(failed)} failed, {tests['skipped']} skipped; "

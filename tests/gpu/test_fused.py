@@ -32,7 +32,8 @@ from megatron_lengthgen.dropout.moments import moments  # noqa: E402
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 WHERE = MaskCoordinates(key=2**64 - 3, stream=2**31 + 5, positions=((7, 1), (100, 1)), sample=3)
 ROWS = (2, 2)
-DTYPES = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # and the relative error of one rounding
+# Relative error of one rounding, by norm. The interpreter rounds to bf16 towards zero, compiled code to nearest.
+DTYPES = {torch.float32: 3e-6, torch.bfloat16: 2**-7 if IS_INTERPRETED else 2**-8, torch.float16: 2**-11}
 # (placement, fill, statistics)
 MODES = {
     "none": ("pre_linear", "zero", "norm"),
