@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import io
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_lengthgen import backends
-from megatron_lengthgen.checkpoint.common import prepare_saving, reason
+from megatron_lengthgen.checkpoint.common import reason
 from megatron_lengthgen.dropout.masks import MASK_VERSION
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models import build
@@ -31,6 +30,7 @@ from megatron_lengthgen.training.ranks import Ranks, connect
 from megatron_lengthgen.training.recovery import recover
 from megatron_lengthgen.training.resume import check_resume
 from megatron_lengthgen.training.run_lock import RunLock
+from megatron_lengthgen.training.writers import end_writers, start_writers
 
 __all__ = ["dry_run", "train"]
 
@@ -76,27 +76,16 @@ def train(run: run_config.RunConfig, *, datasets: Callable[..., Any] | None = No
     from megatron.training import global_vars
 
     if run.megatron.get("save"):
-        _prepare_saving()
+        start_writers(bool(run.megatron.get("async_save")))
     ranks = connect(60.0 * float(run.megatron.get("distributed_timeout_minutes") or _MEGATRON_TIMEOUT_MINUTES))
     args = ranks.agree(lambda: run_config.parse(run))
     with contextlib.ExitStack() as stack:
+        stack.callback(end_writers)
         if args.exit_signal_handler:
             stack.callback(global_vars.get_signal_handler().release)
         if args.save:
             _open_folder(args, ranks, stack)
         _train(args, run.lengthgen, ranks, datasets)
-
-
-def _prepare_saving() -> None:
-    """Fork the process that checkpoints need, before there are sockets that it would keep open when this one is killed.
-
-    Slurm sends its signals to all processes of a task. That one must outlive the warning, or there is no last save.
-    """
-    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        prepare_saving()
-    finally:
-        signal.signal(signal.SIGTERM, handler)
 
 
 def _open_folder(args: argparse.Namespace, ranks: Ranks, stack: contextlib.ExitStack) -> None:

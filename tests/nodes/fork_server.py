@@ -8,6 +8,7 @@ signal).
 import gc
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -80,6 +81,7 @@ def _wait(processes: list[int], statuses: dict[int, int], seconds: float) -> lis
 
 
 def main() -> None:
+    started: set[int] = set()
     statuses: dict[int, int] = {}
     config.parse(config.load(sys.argv[1]))  # imports a tokenizer, and all of transformers with it
     gc.freeze()
@@ -88,9 +90,12 @@ def main() -> None:
         command = json.loads(line)
         if "start" in command:
             answer: Any = _start(command["start"])
+            started.update(answer)
         else:
             answer = _wait(command["wait"], statuses, command["seconds"])
         print(json.dumps(answer), file=answers, flush=True)
+    for process in started - statuses.keys():
+        os.killpg(process, signal.SIGKILL)
 
 
 if __name__ == "__main__":
