@@ -49,6 +49,7 @@ class RMSNorm(torch.nn.RMSNorm):
         # CUDA has a fused kernel. Other dtypes than these are left to PyTorch too.
         if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float32) or x.dtype != self.weight.dtype:
             return super().forward(x)
+        assert self.eps is not None
         if not torch.is_grad_enabled():  # where autograd's part would be a fifth of a decoded token's norms
             return _normalise(x, self.weight, self.eps)[0]
         return _RMSNorm.apply(x, self.weight, self.eps)
