@@ -1,10 +1,12 @@
-"""Loss beyond the training length: Megatron's own, the same on every layout, and nothing that training notices."""
+"""Probes while training: Megatron's own loss, the same on every layout, and nothing that training notices."""
 
 import json
 from pathlib import Path
 
 import pytest
 from launch import losses, scalars, torchrun
+
+from megatron_lengthgen.evaluation.ruler.templates import NEEDLE, NIAH, NIAH_PREFIX, NOISE
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "train_layouts.py"
@@ -18,10 +20,33 @@ DROPOUT = "lengthgen.placement=pre_norm,lengthgen.p=0.1"
 STILL = "lr=0,min_lr=0,train_iters=2,eval_iters=1,eval_interval=1"
 
 
+def save_tokenizer(folder: Path) -> int:
+    """A tokenizer for the needles' words, small enough for a tiny model; returns its number of tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=["</s>"], initial_alphabet=alphabet)
+    inner.train_from_iterator([NIAH, NIAH_PREFIX, NEEDLE, NOISE], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>").save_pretrained(folder)
+    return inner.get_vocab_size()
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("probe")
     start = f"pretrained_checkpoint={out / 'start'}"
+    vocabulary = save_tokenizer(out / "hf")
+    words = (
+        f"tokenizer_type=HuggingFaceTokenizer,tokenizer_model={out / 'hf'},vocab_size=null,"
+        f"padded_vocab_size={vocabulary + vocabulary % 2},seq_length=256,max_position_embeddings=256"
+    )
+    # No long words in the tokenizer, so that the shortest question is longer than the training length.
+    needles = f"train_iters=1,eval_iters=1,{words},lengthgen.needle_probe.multiples=[2,3]"
+    needles += f",lengthgen.needle_probe.samples=3,pretrained_checkpoint={out / 'words'}"
     torchrun(
         2,
         SCRIPT,
@@ -39,12 +64,16 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Four sequences of 256 as the probe takes them, and as validation of a run at that length does.
         f"still:{start},{STILL},lengthgen.length_probe.multiples=[4],lengthgen.length_probe.samples=4",
         f"long:{start},{STILL},seq_length=256,max_position_embeddings=256",
+        f"words:train_iters=1,no_save_optim=true,{words}",
+        f"needles_dp2:{needles}",
+        f"needles_tp2_sp:{needles},{TP2_SP}",
+        f"needles_pp2:{needles},{PP2}",
     )
     return out
 
 
-def curve(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "length_curve.jsonl").read_text().splitlines()]
+def curve(run: Path, file: str = "length_curve.jsonl") -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / file).read_text().splitlines()]
 
 
 def test_the_loss_is_that_of_megatrons_validation_at_that_length(out: Path) -> None:
@@ -57,6 +86,15 @@ def test_the_loss_is_that_of_megatrons_validation_at_that_length(out: Path) -> N
 def test_layouts_agree(out: Path, layout: str) -> None:
     for found, wanted in zip(curve(out / layout), curve(out / "dp2"), strict=True):
         assert found == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["needles_tp2_sp", "needles_pp2"])
+def test_layouts_agree_on_needles(out: Path, layout: str) -> None:
+    (found,), (wanted,) = (curve(out / run, "needle_curve.jsonl") for run in (layout, "needles_dp2"))
+    assert list(found) == ["step", "tokens", "niah_single_1 2x", "niah_single_1 3x"]
+    # The answer's losses add up to some 50 nats, so that a probability differs by more than they do.
+    assert found == pytest.approx(wanted, rel=1e-3, abs=0)
+    assert all(0 < found[name] < 1 for name in ("niah_single_1 2x", "niah_single_1 3x"))
 
 
 def test_buckets_and_multiples_are_means_of_the_same_losses(out: Path) -> None:
@@ -91,3 +129,13 @@ def test_what_one_wants_to_watch_is_in_tensorboard(out: Path, name: str) -> None
     # Megatron takes no time of the first step; the learning rate ends at 0.
     assert list(logged) == list(range(2 if name == "iteration-time" else 1, 11))
     assert all(value > 0 for step, value in logged.items() if step < 10)
+
+
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    torchrun(1, SCRIPT, CONF, tmp_path, f"run:wandb_project=lengths,train_iters=2,{PROBE},eval_iters=1,eval_interval=2")
+    (log,) = tmp_path.glob("run/wandb/wandb/offline-run-*/run-*.wandb")
+    records = log.read_bytes()  # protocol buffers, with names as they are
+    for name in ("lm loss", "grad-norm", "learning-rate", "throughput", "lm loss validation", "length probe/loss 4x"):
+        assert name.encode() in records, name
