@@ -47,7 +47,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # No long words in the tokenizer, so that the shortest question is longer than the training length.
     needles = f"train_iters=1,eval_iters=1,{words},lengthgen.needle_probe.multiples=[2,3]"
     needles += f",lengthgen.needle_probe.samples=3,pretrained_checkpoint={out / 'words'}"
-    torchrun(
+    output = torchrun(
         2,
         SCRIPT,
         CONF,
@@ -69,6 +69,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"needles_tp2_sp:{needles},{TP2_SP}",
         f"needles_pp2:{needles},{PP2}",
     )
+    (out / "output").write_text(output)
     return out
 
 
@@ -121,6 +122,18 @@ def test_a_resumed_run_goes_on_with_the_curve(out: Path) -> None:
     for name in ("loss 1x", "loss 4x", "loss at 128-255"):
         logged = scalars(out / "resumed", f"length probe/{name}")
         assert logged == pytest.approx({int(record["step"]): record[name] for record in records})
+
+
+def test_every_layout_counts_the_same_parameters_under_weight_decay(out: Path) -> None:
+    lines = [line for line in (out / "output").read_text().splitlines() if line.startswith("weight decay: ")]
+    norms = 9 * 64
+    each = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128
+    matrices, embeddings = 4 * each + 128 * 64, 128 * 64
+    assert lines[0] == (
+        f"weight decay: 0.1, on {matrices + embeddings:,} parameters (weight matrices {matrices:,}, embeddings "
+        f"{embeddings:,}); never on {norms} parameters (norms {norms})"
+    )
+    assert len(set(lines)) == 2  # one for the runs with another tokenizer
 
 
 @pytest.mark.parametrize("name", ["lm loss", "learning-rate", "grad-norm", "throughput", "iteration-time"])

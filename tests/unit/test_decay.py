@@ -7,7 +7,7 @@ from megatron.core.optimizer import _get_param_groups
 from megatron.training.training import get_megatron_optimizer_config
 
 from megatron_lengthgen.models import build
-from megatron_lengthgen.training import config, decay
+from megatron_lengthgen.training import config, decay, run
 
 pytestmark = pytest.mark.usefixtures("megatron_single")
 MODEL: dict[str, Any] = {
@@ -71,3 +71,13 @@ def test_the_line() -> None:
     assert decay.describe(parse(), [counts]).startswith(
         "weight decay: 0, on nothing; another value would act on 18,944 p"
     )
+
+
+def test_a_dry_run_says_what_the_stage_is(capsys: pytest.CaptureFixture[str]) -> None:
+    budgets = {"train_iters": None, "train_tokens": 100, "lr_warmup_tokens": 16}
+    run.dry_run(config.resolve({**MODEL, **budgets, "weight_decay": 0.1, "position_embedding_type": "rope"}, {}))
+    lines = capsys.readouterr().out.splitlines()
+    assert "training: 7 steps, 112 tokens" in lines
+    assert "data: mock data" in lines
+    assert "learning rate: up from 0 over 1 steps (16 tokens), 0.001, linear to 0 at 7 steps (112 tokens)" in lines
+    assert any(line.startswith("weight decay: 0.1, on 18,432 parameters (weight matrices 16,384, ") for line in lines)
