@@ -70,14 +70,18 @@ def tokens_per_step(values: Mapping[str, Any], name: str) -> int:
 
 
 def positive_number(name: str, value: Any, smallest: float = 0) -> float:
-    """``value``, if it is a finite number of at least ``smallest`` (with 0 itself allowed only where it is that)."""
+    """``value``, if it is a finite number of ``smallest`` or more.
+
+    Raises:
+        UserError: naming it by ``name``.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < smallest:
         raise UserError(f"{name} must be a number of {smallest:g} or more, such as 5e9, got {value!r}")
     return value
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse a schedule that Megatron would fail on only once the model is built, or that would surprise.
+    """Refuse a schedule that Megatron would fail on only once the model is built, or that would not do what it says.
 
     Source: ``megatron/core/optimizer_param_scheduler.py::OptimizerParamScheduler.get_lr``.
 
@@ -87,6 +91,8 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         UserError: naming the values.
     """
+    if not (args.train_iters or args.train_samples):
+        raise UserError("the run has no length: set train_tokens, train_iters or train_samples")
     unit = "iters" if args.train_iters else "samples"
     decay = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
     warmup = getattr(args, f"lr_warmup_{unit}")

@@ -102,6 +102,7 @@ def test_inverse_square_root() -> None:
         ),
         ({"train_tokens": 1e4, "global_batch_size": None}, "train_tokens needs global_batch_size .* got None"),
         ({"train_tokens": "many"}, "train_tokens must be a number of 1 or more, such as 5e9, got 'many'"),
+        ({}, "the run has no length: set train_tokens, train_iters or train_samples"),
         ({"train_tokens": 0}, "train_tokens must be a number of 1 or more, .* got 0"),
         ({"train_tokens": math.inf}, "train_tokens must be a number"),
         (
