@@ -140,6 +140,10 @@ def test_scripts_say_how_they_are_used(slurm: Slurm) -> None:
     assert job.wait(30) == 2 and "usage: sbatch" in job.communicate()[0]
     refused = subprocess.run(["bash", str(LAUNCH / "torchrun.sh"), "my.yaml"], capture_output=True, text=True)
     assert refused.returncode == 2 and "usage: NNODES=N HEAD=HOST" in refused.stderr
+    environment = {**os.environ, "NNODES": "2", "HEAD": "no.such.host.invalid", "PYTHON": sys.executable}
+    command = ["bash", str(LAUNCH / "torchrun.sh"), "my.yaml"]
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert refused.returncode == 2 and "error: no way to HEAD no.such.host.invalid" in refused.stderr
 
 
 def test_torchrun_takes_what_the_script_gives_it(tmp_path: Path) -> None:
@@ -147,9 +151,9 @@ def test_torchrun_takes_what_the_script_gives_it(tmp_path: Path) -> None:
     from torch.distributed.run import config_from_args, parse_args
 
     echo = tmp_path / "echo"
-    echo.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    echo.write_text(f'#!/usr/bin/env bash\n[ "$1" != -c ] || exec {sys.executable} "$@"\nprintf "%s\\n" "$@"\n')
     echo.chmod(0o755)
-    environment = {**os.environ, "PYTHON": str(echo), "NNODES": "4", "HEAD": "node0", "GPUS": "2", "LEAD": "300"}
+    environment = {**os.environ, "PYTHON": str(echo), "NNODES": "4", "HEAD": "127.0.0.1", "GPUS": "2", "LEAD": "300"}
     given = subprocess.run(
         ["bash", str(LAUNCH / "torchrun.sh"), "my.yaml", "lr=1"],
         env=environment,
@@ -160,8 +164,9 @@ def test_torchrun_takes_what_the_script_gives_it(tmp_path: Path) -> None:
     assert given[:2] == ["-m", "torch.distributed.run"]
     config, _, arguments = config_from_args(parse_args(given[2:-1]))
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (4, 4, 2)
-    assert (config.rdzv_endpoint, config.rdzv_backend, config.run_id) == ("node0:29400", "c10d", "lengthgen")
+    assert (config.rdzv_endpoint, config.rdzv_backend, config.run_id) == ("127.0.0.1:29400", "c10d", "lengthgen")
     assert config.max_restarts == 10 and config.shutdown_timeout == 300
+    assert config.rdzv_configs["is_host"] == "1" and config.local_addr == "127.0.0.1"
     assert arguments[-3:] == [str(ROOT / "tools" / "continual_pretrain.py"), "my.yaml", "lr=1"]
 
 

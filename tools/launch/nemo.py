@@ -46,10 +46,11 @@ def executor(options: argparse.Namespace) -> Any:
         time=options.time,
         container_image=options.container,
         launcher="torchrun",
-        env_vars=environment,
+        # SIGTERM ten minutes before the end: the run saves, torchrun gives it that long, and the job is requeued.
+        env_vars={**environment, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"},
+        retries=20,
         tunnel=nemo_run.LocalTunnel(job_dir=str(ROOT / "runs" / "nemo_run")),
         packager=nemo_run.Packager(),
-        # SIGTERM ten minutes before the end: the run saves and ends.
         additional_parameters={"signal": "TERM@600", "requeue": True, "open_mode": "append"},
     )
 

@@ -14,12 +14,26 @@ if [ $# -eq 0 ] || [ -z "${NNODES:-}" ] || [ -z "${HEAD:-}" ]; then
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "${PYTHON:-$root/.venv/bin/python}" -m torch.distributed.run \
+python=${PYTHON:-$root/.venv/bin/python}
+# torchrun would compare names, and give its own, which not every network resolves: the address that leads to HEAD.
+read -r address is_host < <("$python" -c '
+import socket, sys
+head = socket.gethostbyname(sys.argv[1])
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    probe.connect((head, 1))
+    address = probe.getsockname()[0]
+print(address, int(address == head))' "$HEAD") || {
+    echo "error: no way to HEAD $HEAD from $(hostname): give a name or an address that every node reaches" >&2
+    exit 2
+}
+exec "$python" -m torch.distributed.run \
     --nnodes "$NNODES" \
     --nproc-per-node "${GPUS:-8}" \
     --rdzv-backend c10d \
     --rdzv-endpoint "$HEAD:${PORT:-29400}" \
     --rdzv-id "${RUN_ID:-lengthgen}" \
+    --rdzv-conf "is_host=$is_host" \
+    --local-addr "$address" \
     --max-restarts "${RESTARTS:-10}" \
     --shutdown-timeout "${LEAD:-600}" \
     "$root/tools/continual_pretrain.py" "$@"
