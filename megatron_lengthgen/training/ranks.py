@@ -170,11 +170,14 @@ def connect(timeout: float) -> Ranks:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     where = f"{address}:{port}"
     # torchrun's agent keeps the store; elsewhere rank 0 does, and torch.distributed will share it.
-    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    shares_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = rank == 0 and not shares_agents
     key = (address, port, is_master)
     if key not in _stores:
         _stores[key] = _store(address, port, is_master, rank, timeout)
-    launch = f"lengthgen/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_launches)}"
+    # As torch.distributed tells the restarts apart whose ranks share the agents' store.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shares_agents else "0"
+    launch = f"lengthgen/{attempt}/{next(_launches)}"
     return Ranks(torch.distributed.PrefixStore(launch, _stores[key]), rank, world_size, timeout, where)
 
 

@@ -26,6 +26,9 @@ print(address, int(address == head))' "$HEAD") || {
     echo "error: no way to HEAD $HEAD from $(hostname): give a name or an address that every node reaches" >&2
     exit 2
 }
+# A new store for the ranks at each restart. In the agents' one they would meet under their agent's count of failures,
+# which differs between nodes where one lost its rank and the other only started again with it.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec "$python" -m torch.distributed.run \
     --nnodes "$NNODES" \
     --nproc-per-node "${GPUS:-8}" \
