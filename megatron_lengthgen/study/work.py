@@ -29,7 +29,6 @@ Unit = int | Cell
 
 _WAIT_SECONDS = 1.0
 _NOTHING_LEFT = -1
-_MEGATRON_WEIGHT_DECAY = 0.01
 
 
 def units(study: Study) -> list[Unit]:
@@ -134,11 +133,10 @@ def _do(study: Study, out: Path, unit: Unit) -> None:
         result: dict[str, Any] = {"evaluations": _answers(study, checkpoint, unit, step=0)}
     else:
         chosen = Regularization.from_mapping({name: run.lengthgen[name] for name in Regularization().to_dict()})
-        decay = run.megatron.get("weight_decay", _MEGATRON_WEIGHT_DECAY)
         result = {
             "variant": unit.variant,
             "seed": unit.seed,
-            "settings": {**chosen.to_dict(), "weight_decay": decay, **unit.settings},
+            "settings": {**chosen.to_dict(), "weight_decay": run.megatron["weight_decay"], **unit.settings},
             "task": {"name": study.task.name, **dataclasses.asdict(study.task)},
             "training_length": study.training_length,
             "phase1": {"steps": study.steps(1)},
