@@ -32,6 +32,7 @@ from megatron_lengthgen.specs.substitution import apply
 Specs = dict[str, Any]
 """Arguments of ``GPTModel`` or ``HybridModel`` that are specs."""
 
+_MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 2}
 _MOE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 32}
 _MLA = {
     "multi_latent_attention": True,
@@ -78,8 +79,8 @@ def make_config(**fields: Any) -> TransformerConfig:
 
 
 class LinearsOfMixer(MegatronModule):
-    """In the place of ``MambaMixer`` and ``GatedDeltaNet``, which need packages with CUDA: the linears that Transformer
-    Engine gives them, built as they build them."""
+    """In the place of ``GatedDeltaNet``, which needs packages with CUDA: the linears that Transformer Engine gives it,
+    built as it builds them."""
 
     def __init__(self, config: Any, submodules: Any, pg_collection: Any, **more: Any) -> None:
         super().__init__(config)
@@ -110,7 +111,6 @@ def _with_mtp(config: TransformerConfig) -> Specs:
 
 def _hybrid(config: TransformerConfig) -> Specs:
     spec = copy.deepcopy(hybrid_stack_spec)
-    spec.submodules.mamba_layer.submodules.mixer.module = LinearsOfMixer
     spec.submodules.gdn_layer.submodules.self_attention.module = LinearsOfMixer
     return {"hybrid_stack_spec": spec}
 
@@ -146,7 +146,7 @@ CASES = {
     "mla_qk_norm": Case({**_MLA, "qk_layernorm": True}, _layer(multi_latent_attention=True, qk_layernorm=True)),
     "block": Case({**_MOE, "moe_layer_freq": [0, 1]}, _block, (*BEHIND_NORMS, "output")),
     "mtp": Case({"mtp_num_layers": 1}, _with_mtp, (*DENSE, "output", "mtp")),
-    "hybrid": Case({**_MOE, "moe_grouped_gemm": True}, _hybrid, (*BEHIND_NORMS, "output", "out_proj"), "M*-E"),
+    "hybrid": Case({**_MOE, **_MAMBA, "moe_grouped_gemm": True}, _hybrid, (*BEHIND_NORMS, "output", "out_proj"), "M*-E"),
     "hybrid_mla": Case(_MLA, _hybrid, (*BEHIND_NORMS, "output"), "+-"),
     "hybrid_gated_delta_net": Case(_GATED_DELTA_NET, _hybrid, (*BEHIND_NORMS, "out_proj"), "G-"),
 }
