@@ -200,13 +200,18 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     arguments = _parser().parse_args()
-    {
+    command = {
         "ruler": commands.ruler,
         "helmet": helmet,
         "helmet-extend": helmet_extend,
         "report": commands.report,
         "compare": commands.compare,
-    }[arguments.command](arguments)
+    }[arguments.command]
+    try:
+        command(arguments)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command starts again", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

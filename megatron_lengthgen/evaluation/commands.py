@@ -104,6 +104,9 @@ def run_tasks(
         identity, scope, info, grows: as :meth:`.RunStore.open` takes them.
         form: the benchmark's.
         finish: what the leading process does before the report.
+
+    Raises:
+        UserError: when the run cannot be opened or written, the engine fails, or memory is short.
     """
     shard = arguments.shard or Shard()
     store = RunStore(arguments.output, shard)
@@ -113,7 +116,7 @@ def run_tasks(
         store = RunStore.open(store.directory, identity=identity, scope=scope, info=info, shard=shard, grows=grows)
         print(f"Results will be in {store.directory.resolve() / 'summary.md'}", flush=True)
         if dropped := store.repair():
-            print(f"{dropped} half-written line(s) dropped; their samples run again", flush=True)
+            print(f"{dropped} broken line(s) dropped; their samples run again", flush=True)
         verify_prompts(store, data, tasks, lengths)
         todo = plan(store, tasks, lengths, samples)
         total, missing = sum(todo.wanted.values()), sum(map(len, todo.pending.values()))
@@ -134,7 +137,12 @@ def run_tasks(
                 processes=launch.world_size() // generator.data_parallel_size,
                 device=engine.device(arguments),
             )
-            evaluate(data, tasks, todo, store, generator, share, save_prompts=arguments.save_prompts, form=form)
+            try:
+                evaluate(data, tasks, todo, store, generator, share, save_prompts=arguments.save_prompts, form=form)
+            except (RuntimeError, MemoryError) as error:
+                if not engine.out_of_memory(error):
+                    raise
+                raise UserError(engine.MORE_MEMORY) from error
             shared = getattr(generator, "shared_tokens", 0)
             if launch.leads() and shared:
                 saved = f"{shared:,} of {generator.prompt_tokens:,}"
@@ -185,7 +193,7 @@ def _report(store: RunStore, arguments: Namespace) -> None:
     try:
         # Alone: of shards that end together the one that reads last, and so has all samples, also writes last.
         with store.alone():
-            if config["identity"]["benchmark"] == "ruler":
+            if config["identity"].get("benchmark") == "ruler":
                 store.write_ruler_files([(task, length) for task in scope["tasks"] for length in scope["lengths"]])
             summary = reports.write_report(store, arguments.note, arguments.train_length)
     except OSError as error:

@@ -180,11 +180,19 @@ def _together(differences: Sequence[float], groups: Sequence[Any]) -> list[float
 
 
 def write_comparison(result: Mapping[str, Any], output: Path) -> None:
-    """Write ``COMPARISON_FILES`` into ``output``."""
+    """Write ``COMPARISON_FILES`` into ``output``.
+
+    Raises:
+        UserError: when that is not possible.
+    """
     try:
         output.mkdir(parents=True, exist_ok=True)
+        _write(result, output)
     except OSError as error:
-        raise UserError(f"cannot write to --output {output}: {error.strerror}") from error
+        raise UserError(f"cannot write to --output {output}: {error.strerror or error}") from error
+
+
+def _write(result: Mapping[str, Any], output: Path) -> None:
     tasks = [
         task
         for task in result["summaries"][0]["tasks"]

@@ -8,8 +8,26 @@ from megatron_lengthgen.errors import UserError
 from . import launch
 from .fingerprint import fingerprint, hugging_face_directory, megatron_iteration
 from .prompt import PromptEncoder, load_tokenizer
+from .server import authorization
 
-__all__ = ["check", "device", "identity", "info", "locate", "make_encoder", "make_generator", "positive"]
+__all__ = [
+    "MORE_MEMORY",
+    "check",
+    "device",
+    "identity",
+    "info",
+    "locate",
+    "make_encoder",
+    "make_generator",
+    "out_of_memory",
+    "positive",
+]
+
+#: What to do where memory is short.
+MORE_MEMORY = (
+    "there is not enough memory for these lengths: finished samples are kept, so start the same command with a smaller "
+    "--max-batch-tokens or --prefill-chunk, or over more GPUs with --tensor-parallel, or a new run with shorter lengths"
+)
 
 
 def identity(arguments: Namespace, encoder: PromptEncoder, digest: str) -> dict[str, Any]:
@@ -57,9 +75,11 @@ def check(arguments: Namespace) -> None:
             if getattr(arguments, name) != default:
                 raise UserError(f"--{name.replace('_', '-')} is for --checkpoint; {why}")
     if arguments.openai:
-        from .generation.openai import completions_url
+        from .generation.openai import check_timeout, completions_url
 
         completions_url(arguments.openai)
+        authorization("OPENAI_API_KEY")
+        check_timeout(arguments.request_timeout)
         positive("--concurrency", arguments.concurrency)
     if arguments.openai and not arguments.model:
         raise UserError("--openai needs --model: the name under which the server offers the model")
@@ -151,6 +171,14 @@ def make_generator(arguments: Namespace, encoder: PromptEncoder, max_length: int
         max_batch_tokens=arguments.max_batch_tokens,
         prefill_chunk=arguments.prefill_chunk,
     )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether PyTorch or Python could not get the memory that it asked for."""
+    import torch
+
+    # On a CPU it is a plain RuntimeError.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def device(arguments: Namespace) -> str:

@@ -34,7 +34,11 @@ def load_tokenizer(source: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source)
     except Exception as error:
-        raise UserError(f"cannot load a tokenizer from {source}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"cannot load a tokenizer from {source}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -53,8 +57,8 @@ class PromptEncoder:
         stop_tokens: further tokens that end an answer, as text.
 
     Raises:
-        UserError: when ``chat`` is asked of a tokenizer without a chat template, or a stop token is not in the
-            vocabulary.
+        UserError: when ``chat`` is asked of a tokenizer without a chat template, or with one that does not come to the
+            assistant's turn, or a stop token is not in the vocabulary.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class PromptEncoder:
             raise UserError("--chat-template on, but the tokenizer has no chat template; use --chat-template off")
         self.tokenizer = tokenizer
         self.chat = chat
+        if chat:
+            self._check_template(bool(stop_tokens))
         plain = self._encode("a")
         special = list(tokenizer.encode("a", add_special_tokens=True))
         at = next((i for i in range(len(special)) if special[i : i + len(plain)] == plain), 0)
@@ -78,9 +84,48 @@ class PromptEncoder:
         """The complete prompt as text (without the special tokens that :meth:`encode` puts before it)."""
         if not self.chat:
             return body + answer_prefix
-        message = [{"role": "user", "content": body}]
-        rendered = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return rendered + answer_prefix
+        return self._render(body) + answer_prefix
+
+    def _render(self, body: str, answer: str | None = None, generate: bool = True) -> str:
+        """The chat template of one question, and of its answer if there is one."""
+        messages = [{"role": "user", "content": body}]
+        if answer is not None:
+            messages.append({"role": "assistant", "content": answer})
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generate and answer is None
+        )
+
+    def _check_template(self, stops_named: bool) -> None:
+        """Refuse a template that fails, loses the question, or does not come to the assistant's turn."""
+        mark, answer = "zqxj", "jxqz"
+        try:
+            prompt, bare = self._render(mark), self._render(mark, generate=False)
+        except Exception as error:
+            # A template is a program: it may raise what it likes.
+            raise UserError(
+                f"the tokenizer's chat template fails on a user's message ({_reason(error)}); use --chat-template off, "
+                "or another tokenizer"
+            ) from error
+        if mark not in prompt:
+            raise UserError(
+                "the tokenizer's chat template does not keep a user's text; use --chat-template off, or another "
+                "tokenizer"
+            )
+        try:
+            whole = self._render(mark, answer)
+        except Exception as error:
+            if stops_named:
+                return
+            raise UserError(
+                f"the tokenizer's chat template fails on an assistant's message ({_reason(error)}), so what ends an "
+                "answer is not known: name it with --stop-token"
+            ) from error
+        # Where the assistant has a header, asking for its turn must write it. Some formats have none.
+        if prompt == bare and whole.startswith(prompt) and whole[len(prompt) :].partition(answer)[0].strip():
+            raise UserError(
+                "the tokenizer's chat template does not begin the assistant's turn (add_generation_prompt changes "
+                "nothing); use --chat-template off, or another tokenizer"
+            )
 
     def encode(self, body: str, answer_prefix: str) -> list[int]:
         """Token ids of the complete prompt."""
@@ -141,7 +186,10 @@ class PromptEncoder:
                     value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
                 except (json.JSONDecodeError, AttributeError) as error:
                     raise UserError(f"{file} is not a JSON object: {error}") from error
-                found.update(value if isinstance(value, list) else [value])
+                values = value if isinstance(value, list) else [value]
+                if strange := [each for each in values if each is not None and type(each) is not int]:
+                    raise UserError(f"{file} has eos_token_id {strange[0]!r}, which is no token id; mend that file")
+                found.update(values)
         if self.chat:
             found.add(self._turn_end())
         vocabulary = self.tokenizer.get_vocab()
@@ -154,8 +202,11 @@ class PromptEncoder:
     def _turn_end(self) -> int | None:
         """The special token that the chat template writes right after an assistant's answer."""
         answer = "zqxj"
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
-        tail = self.tokenizer.apply_chat_template(messages, tokenize=False).rpartition(answer)[2]
+        try:
+            tail = self._render("a", answer).rpartition(answer)[2]
+        except Exception:
+            # The template takes no assistant's message; _check_template saw to it that the token is named.
+            return None
         ids = self._encode(tail)
         added = self.tokenizer.get_added_vocab().values()
         return ids[0] if ids and ids[0] in added else None

@@ -17,6 +17,7 @@ import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import IO, Any
 
 from megatron_lengthgen.errors import UserError
@@ -27,6 +28,18 @@ from .shard import Shard
 __all__ = ["RunStore", "expected_samples"]
 
 _FORMAT = 1
+#: What ``config.json`` must have.
+_CONFIG = {"identity": (), "scope": ("tasks", "lengths", "samples"), "info": ()}
+#: Fields without which a line is no record, and their types.
+_RECORD: Mapping[str, type | UnionType] = {
+    "index": int,
+    "score": int | float,
+    "pred": str,
+    "finish": str,
+    "seconds": int | float,
+    "prompt_tokens": int,
+    "generated_tokens": int,
+}
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -91,11 +104,12 @@ class RunStore:
                         f"--output {directory} holds {leftover[0]} but no config.json, so it is not a run; "
                         "use a new directory"
                     )
-                write_json(
-                    store.config_file,
-                    {"format": _FORMAT, "identity": dict(identity), "scope": dict(scope), "info": dict(info)},
-                )
-                _sync(store.directory)
+                with store.writing():
+                    write_json(
+                        store.config_file,
+                        {"format": _FORMAT, "identity": dict(identity), "scope": dict(scope), "info": dict(info)},
+                    )
+                    _sync(store.directory)
             except BaseException:
                 store.close()
                 raise
@@ -115,10 +129,19 @@ class RunStore:
             value = json.loads(self.config_file.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self.directory} is not a run: it has no config.json") from None
+        except OSError as error:
+            raise UserError(f"cannot read {self.config_file}: {error.strerror or error}") from error
         except ValueError as error:
             raise UserError(f"{self.config_file} is not JSON: {error}") from error
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise UserError(f"{self.config_file} is not of run format {_FORMAT}")
+        for key, wanted in _CONFIG.items():
+            part = value.get(key)
+            if not isinstance(part, dict) or any(name not in part for name in wanted):
+                raise UserError(
+                    f"{self.config_file} lacks {key}{f' ({", ".join(wanted)})' if wanted else ''}: put the file back, "
+                    "or use a new --output"
+                )
         return value
 
     def close(self) -> None:
@@ -144,6 +167,17 @@ class RunStore:
                     f"the file system of {self.directory} has no locks: start nothing twice on this run", stacklevel=3
                 )
             yield
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turns what goes wrong in writing to the run into a :class:`UserError`."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {self.directory}: {error.strerror or error}; finished samples are kept, "
+                "so mend that and start the same command again"
+            ) from error
 
     def _lock_file(self, name: str) -> IO[str]:
         try:
@@ -222,7 +256,9 @@ class RunStore:
         return total
 
     def repair(self) -> int:
-        """Cut broken lines (a process was killed while writing) out of this shard's parts; their samples run again.
+        """Cut broken lines out of this shard's parts; their samples run again.
+
+        A process may have been killed while it wrote, or someone else have changed the file.
 
         Returns:
             The number of lines dropped.
@@ -231,17 +267,23 @@ class RunStore:
         for part in sorted((self.directory / "predictions").glob(f"*/*.{self._prefix}*jsonl")):
             records, broken, complete = _read_lines(part)
             if broken or not complete:
-                _write_lines(part, records)
+                with self.writing():
+                    _write_lines(part, records)
             dropped += broken
         return dropped
 
     @contextlib.contextmanager
     def appending(self, task: str, length: int, rank: int) -> Iterator["Appender"]:
-        """Append to the part of one process. Every line is on disk when :meth:`Appender.write` returns."""
+        """Append to the part of one process. Every line is on disk when :meth:`Appender.write` returns.
+
+        Raises:
+            UserError: when that cannot be.
+        """
         folder = self._folder(task)
-        folder.mkdir(parents=True, exist_ok=True)
+        with self.writing():
+            folder.mkdir(parents=True, exist_ok=True)
         # Bytes: a line goes to the file in one piece, and not in pieces of a text buffer.
-        with open(folder / f"{length}.{self._prefix}{rank}.jsonl", "ab") as file:
+        with self.writing(), open(folder / f"{length}.{self._prefix}{rank}.jsonl", "ab") as file:
             for directory in (folder, folder.parent, folder.parent.parent):
                 _sync(directory)
             yield Appender(file)
@@ -300,8 +342,10 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int, bool]:
             continue
         try:
             record = json.loads(line)
-            if not isinstance(record["index"], int) or not isinstance(record["score"], int | float):
+            if not all(isinstance(record[name], kind) for name, kind in _RECORD.items()):
                 raise TypeError
+            if not 0 <= record["score"] <= 1:
+                raise ValueError
         except (ValueError, KeyError, TypeError):
             broken += 1
         else:

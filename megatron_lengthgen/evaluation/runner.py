@@ -255,22 +255,16 @@ def _answers(
         for _ in generator.generate(requests):
             yield
         return
-    try:
-        with store.appending(task.name, made[0].max_length, share.rank) as file:
-            for position, answer in generator.generate(requests):
-                now = time.monotonic()
-                if not isinstance(answer, Answer):
-                    answer = Answer.from_ids(answer, requests[position].max_new_tokens, data.encoder.decode)
-                sample = made[position]
-                scored = form.scored(task, sample, answer)
-                file.write(_record(sample, answer, scored, now - before, share, save_prompts))
-                before = now
-                yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {store.directory}: {error.strerror or error}; finished samples are kept, "
-            "so mend that and start the same command again"
-        ) from error
+    with store.appending(task.name, made[0].max_length, share.rank) as file:
+        for position, answer in generator.generate(requests):
+            now = time.monotonic()
+            if not isinstance(answer, Answer):
+                answer = Answer.from_ids(answer, requests[position].max_new_tokens, data.encoder.decode)
+            sample = made[position]
+            scored = form.scored(task, sample, answer)
+            file.write(_record(sample, answer, scored, now - before, share, save_prompts))
+            before = now
+            yield
 
 
 class _Meter:

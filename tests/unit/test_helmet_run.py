@@ -381,7 +381,7 @@ def test_an_entailment_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     [
         (["--tasks", "ragg"], "unknown HELMET category or data set 'ragg'"),
         (["--tasks", "rag", "--judge", "http://x"], "--judge .* and --judge-model .* go together"),
-        (["--tasks", "rag", "--judge", "x", "--judge-model", "j"], "--judge takes an address such as"),
+        (["--tasks", "rag", "--judge", "x", "--judge-model", "j"], "--judge must be like http"),
         (["--tasks", "rag", "--samples", "0"], "--samples must be positive, got 0"),
         (["--tasks", "rag", "--data", "/nowhere"], "--data /nowhere is not a directory"),
         (["--tasks", "rag", "--set", "x=y"], "unknown --set 'x'"),

@@ -312,13 +312,54 @@ def test_addresses(url: str) -> None:
     assert completions_url(url) == "http://h:1/v1/completions"
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "", "ftp://h", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "",
+        "ftp://h",
+        "http://",
+        "http://[::1",
+        "http://h:x",
+        "http://h:99999",
+        "http://a b",
+        "http://é",
+    ],
+)
 def test_what_is_no_address(url: str, encoder: PromptEncoder) -> None:
     with pytest.raises(UserError, match="must be like http://localhost:8000/v1"):
         OpenAIGenerator(url, "m", encoder)
 
 
-@pytest.mark.parametrize(("arguments", "words"), [({"concurrency": 0}, "concurrency"), ({"timeout": 0.0}, "timeout")])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"concurrency": 0}, "concurrency"),
+        ({"timeout": 0.0}, "timeout"),
+        ({"timeout": float("inf")}, "timeout"),
+        ({"timeout": float("nan")}, "timeout"),
+    ],
+)
 def test_bad_settings(encoder: PromptEncoder, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         OpenAIGenerator("http://h:1", "m", encoder, **arguments)
+
+
+@pytest.mark.parametrize("key", ["sk-a\nb", "sk-ü€"])
+def test_a_key_that_no_header_can_hold(encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(UserError, match="the key in OPENAI_API_KEY holds a line break") as raised:
+        OpenAIGenerator("http://h:1", "m", encoder)
+    assert "sk-" not in str(raised.value)
+
+
+def test_the_line_end_of_a_key_file_is_no_part_of_the_key(
+    server: Server, encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
+    ask(server, encoder, say(" 42"))
+    assert server.seen[0][1]["Authorization"] == "Bearer secret"
+
+
+def test_half_a_surrogate_pair_is_an_answer(server: Server, encoder: PromptEncoder) -> None:
+    assert ask(server, encoder, say("42 \ud83d"))[0].text == "42 \ud83d"

@@ -332,3 +332,44 @@ def test_a_tokenizer_without_a_chat_template_is_refused_for_chat() -> None:
     made.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
         PromptEncoder(made, chat=True)
+
+
+_FAILS = "{{ raise_exception('no') }}"
+_TURNS = "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (_FAILS, r"fails on a user's message \(no\); use --chat-template off"),
+        ("{% for m in messages %}", "fails on a user's message"),
+        ("{% if add_generation_prompt %}assistant{% endif %}", "does not keep a user's text"),
+        ("{% if messages[1] %}" + _FAILS + "{% endif %}" + _TURNS, "assistant's message .*--stop-token"),
+        (_TURNS, "does not begin the assistant's turn"),
+    ],
+)
+def test_a_chat_template_that_cannot_ask_is_refused(template: str, words: str) -> None:
+    made = tokenizer()
+    made.chat_template = template
+    with pytest.raises(UserError, match=words):
+        PromptEncoder(made, chat=True)
+
+
+def test_chat_templates_with_little_around_a_turn() -> None:
+    made = tokenizer()
+    # No header stands before an answer here, so there is none to ask for.
+    made.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %} "
+        "{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    )
+    assert PromptEncoder(made, chat=True).text("Hi", " x") == "[INST] Hi [/INST] x"
+    # What ends an answer is told where the template cannot say it.
+    made.chat_template = "{% if messages[1] %}" + _FAILS + "{% endif %}" + _TURNS + "<|turn|>assistant\n"
+    end = made.convert_tokens_to_ids("<|end|>")
+    assert PromptEncoder(made, chat=True, stop_tokens=["<|end|>"]).stop_ids == {1, end}
+
+
+def test_an_end_of_text_that_is_no_id(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(UserError, match="eos_token_id '</s>', which is no token id"):
+        PromptEncoder(tokenizer(), stop_files=[str(tmp_path)])

@@ -26,7 +26,8 @@ def start(directory: Path, identity: dict[str, Any] = IDENTITY, scope: dict[str,
 
 
 def record(index: int, score: float = 1.0, pred: str = "7") -> dict[str, Any]:
-    return {"index": index, "outputs": ["7"], "pred": pred, "length": 1000, "score": score}
+    told = {"finish": "stop", "seconds": 0.1, "prompt_tokens": 900, "generated_tokens": 2}
+    return {"index": index, "outputs": ["7"], "pred": pred, "length": 1000, "score": score, **told}
 
 
 def fill(store: RunStore, *indices: int, part: int = 0) -> None:
@@ -79,7 +80,19 @@ def test_a_cut_inside_a_character(tmp_path: Path) -> None:
     assert list(store.records("niah_single_1", 1024)) == [0] and store.repair() == 1
 
 
-@pytest.mark.parametrize("line", ["[1, 2]", "7", '{"index": "0", "score": 1}', '{"index": 0}', "null"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1, 2]",
+        "7",
+        '{"index": "0", "score": 1}',
+        '{"index": 0}',
+        "null",
+        json.dumps(record(0) | {"seconds": None}),
+        json.dumps(record(0, score=7.0)),
+        json.dumps(record(0, score=float("nan"))),
+    ],
+)
 def test_a_line_that_is_no_record_is_dropped(tmp_path: Path, line: str) -> None:
     store = start(tmp_path / "run")
     fill(store, 0)
@@ -281,6 +294,37 @@ def test_reading_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"format": 99}')
     with pytest.raises(UserError, match="not of run format"):
         RunStore(tmp_path).config()
+    for text, lacks in (
+        ('{"format": 1}', "identity"),
+        ('{"format": 1, "identity": {}, "scope": {"tasks": []}, "info": {}}', r"scope \(tasks, lengths, samples\)"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match=f"config.json lacks {lacks}"):
+            RunStore(tmp_path).config()
+        with pytest.raises(UserError, match=f"config.json lacks {lacks}"):
+            start(tmp_path)
+
+
+def test_a_full_disk_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    sentence = "cannot write to .*: No space left on device; finished samples are kept"
+    store = start(tmp_path / "run")
+    fill(store, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_lengthgen.evaluation.run_store.os.fsync", full)
+        with pytest.raises(UserError, match=sentence):
+            fill(store, 1)
+        part_file(store).write_bytes(part_file(store).read_bytes() + b'{"index"')
+        patch.setattr("megatron_lengthgen.files.os.fsync", full)
+        with pytest.raises(UserError, match=sentence):
+            store.repair()
+        store.close()
+        with pytest.raises(UserError, match=sentence):
+            start(tmp_path / "run")
+    assert list(store.records("niah_single_1", 1024)) == [0] and not list((tmp_path / "run").glob("*.tmp"))
+    start(tmp_path / "run").close()
 
 
 def test_files_for_rulers_evaluator(tmp_path: Path) -> None:

@@ -46,20 +46,34 @@ class HuggingFaceGenerator:
         hf_logging.disable_progress_bar()
         try:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtypes[dtype])
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
+        except Exception as error:
+            # A file cut short, weights of another shape, a package that is not there: each has an error of its own.
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"cannot load a model from {source} ({reason}); give a complete directory saved by save_pretrained"
+            ) from error
         if torch.cuda.is_available():
             model = model.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}")
         return cls(model.eval(), int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[int]]]:
-        """See :class:`~megatron_lengthgen.evaluation.generation.base.Generator`."""
+        """See :class:`~megatron_lengthgen.evaluation.generation.base.Generator`.
+
+        Raises:
+            UserError: a prompt has a token that the model does not know.
+        """
         import torch
         from transformers import GenerationConfig
 
         # A published generation_config.json may ask for sampling or a repetition penalty; RULER is plain greedy.
         self.model.generation_config = GenerationConfig()
+        known = self.model.get_input_embeddings().num_embeddings
         for position, request in enumerate(requests):
+            if (highest := max(request.prompt_ids)) >= known:
+                raise UserError(
+                    f"request {position} holds token {highest}, outside the vocabulary of {known}: tokenizer and model "
+                    "do not belong together"
+                )
             prompt = torch.tensor([request.prompt_ids], device=self.model.device)
             stop = sorted(request.stop_ids)
             config = GenerationConfig(

@@ -7,7 +7,6 @@ an answer.
 
 import http.client
 import json
-import os
 import queue
 import random
 import threading
@@ -15,18 +14,18 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.evaluation.prompt import PromptEncoder
+from megatron_lengthgen.evaluation.server import authorization, error_text, opener, quote, server_address
 
 from .base import Answer, Request
 
-__all__ = ["OpenAIGenerator", "completions_url"]
+__all__ = ["OpenAIGenerator", "check_timeout", "completions_url"]
 
 _TRIES = 6
 _STOPS = 4  # the protocol allows no more
-_QUOTED = 200  # characters of a server's message that are worth quoting
+_DAY = 86400.0  # seconds; a socket takes no infinity
 
 
 class OpenAIGenerator:
@@ -68,14 +67,14 @@ class OpenAIGenerator:
     ) -> None:
         if concurrency < 1:
             raise UserError(f"concurrency must be at least 1, got {concurrency}")
-        if not timeout > 0:
-            raise UserError(f"the request timeout must be positive, got {timeout}")
+        check_timeout(timeout)
         self.url, self.model, self.encoder = completions_url(url), model, encoder
+        self._key = authorization("OPENAI_API_KEY")
         self.as_text, self.concurrency, self.timeout, self.pause = as_text, concurrency, timeout, pause
         self.data_parallel_rank, self.data_parallel_size = rank, size
         # Fast tokenizers can fail with "Already borrowed" when several threads use them.
         self._tokenizing = threading.Lock()
-        self._open = urllib.request.build_opener(_NoRedirects).open
+        self._open = opener()
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         """See :class:`~.base.Generator`.
@@ -153,9 +152,7 @@ class OpenAIGenerator:
     # -- the protocol -------------------------------------------------------------------------------------------------
 
     def _send(self, position: int, request: Request, body: Mapping[str, Any], ended: threading.Event) -> Any:
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
+        headers = {"Content-Type": "application/json", "Accept": "application/json", **self._key}
         data = json.dumps(body).encode()
         last = ""
         for attempt in range(_TRIES):
@@ -169,7 +166,7 @@ class OpenAIGenerator:
                 return json.loads(text)
             except urllib.error.HTTPError as error:
                 with error:
-                    message = _message(error)
+                    message = error_text(error)
                 if error.code not in (408, 429) and error.code < 500:
                     raise self._refused(position, request, error.code, message) from error
                 last = f"status {error.code}{message and f', {message}'}"
@@ -183,7 +180,7 @@ class OpenAIGenerator:
                     else f"{type(reason).__name__}: {reason}"
                 )
             except ValueError:
-                last = f"not JSON: {_quote(text.decode('utf-8', 'replace'))!r}"
+                last = f"not JSON: {quote(text.decode('utf-8', 'replace'))!r}"
         raise UserError(
             f"{self.url} gave no answer in {_TRIES} tries (the last: {last}); finished samples are kept, so see to the "
             "server and start the same command again"
@@ -211,7 +208,7 @@ class OpenAIGenerator:
         text = choice.get("text") if isinstance(choice, dict) else None
         if not isinstance(text, str):
             raise UserError(
-                f"{self.url} answered without choices[0].text ({_quote(json.dumps(reply))}): is it an "
+                f"{self.url} answered without choices[0].text ({quote(json.dumps(reply))}): is it an "
                 "OpenAI-compatible completions server?"
             )
         usage = reply["usage"] if isinstance(reply.get("usage"), dict) else {}
@@ -222,7 +219,9 @@ class OpenAIGenerator:
                 "cuts prompts, so start it with a longer context, or ask for shorter lengths"
             )
         text = self._without_echo(request, text)
-        counted = len(self.encoder.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        # Half a surrogate pair is no text to a tokenizer.
+        whole = text.encode(errors="replace").decode()
+        counted = len(self.encoder.tokenizer.encode(whole, add_special_tokens=False, verbose=False))
         # Text may be tokenised into more pieces than it was generated in, but not into many times as many.
         if counted > 4 * request.max_new_tokens + 16:
             raise UserError(
@@ -250,43 +249,18 @@ def completions_url(url: str) -> str:
     Raises:
         UserError: it is no http address.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise UserError(f"the server's address must be like http://localhost:8000/v1, got {url!r}")
-    url = url.rstrip("/")
+    url = server_address("the server's address", url)
     if url.endswith("/completions"):
         return url
     return f"{url}/completions" if url.endswith("/v1") else f"{url}/v1/completions"
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would turn the POST into a GET, and carry the key elsewhere."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    """What the server says about an error: OpenAI's ``error.message``, others' ``detail`` or ``message``, or text."""
-    try:
-        text = error.read().decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException):
-        return ""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return _quote(text)
-    for name in ("error", "message", "detail"):
-        if isinstance(value, dict) and name in value:
-            value = value[name]
-    return _quote(value if isinstance(value, str) else json.dumps(value))
+def check_timeout(seconds: float) -> None:
+    """Raise :class:`UserError` unless a request may take this long."""
+    if not 0 < seconds <= _DAY:
+        raise UserError(f"the request timeout must be more than 0 and at most {_DAY:g} seconds, got {seconds:g}")
 
 
 def _speaks_of_length(message: str) -> bool:
     words = message.lower()
     return any(word in words for word in ("context", "max_model_len", "maximum length", "too long", "max_seq_len"))
-
-
-def _quote(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _QUOTED else text[:_QUOTED] + " ..."

@@ -2,14 +2,13 @@
 
 import http.client
 import json
-import os
 import time
 import urllib.error
 import urllib.request
 from typing import Any
-from urllib.parse import urlsplit
 
 from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.evaluation.server import authorization, error_text, opener, server_address
 
 __all__ = ["ChatClient"]
 
@@ -34,10 +33,9 @@ class ChatClient:
     """
 
     def __init__(self, url: str, model: str, timeout: float = 600.0, pause: float = 1.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise UserError(f"--judge takes an address such as https://api.openai.com/v1, got {url!r}")
-        base = url.rstrip("/").removesuffix("/chat/completions")
+        base = server_address("--judge", url).removesuffix("/chat/completions")
+        self._key = authorization("JUDGE_API_KEY", "OPENAI_API_KEY")
+        self._open = opener()
         self.url = f"{base if base.endswith('/v1') else f'{base}/v1'}/chat/completions"
         self.name, self._timeout, self._pause = model, timeout, pause
 
@@ -62,8 +60,8 @@ class ChatClient:
                 return self._content(self._post(body))
             except urllib.error.HTTPError as error:
                 with error:
-                    said = " ".join(error.read().decode("utf-8", "replace").split())[:200]
-                last = f"status {error.code}, {said}"
+                    said = error_text(error)
+                last = f"status {error.code}{said and f', {said}'}"
                 if error.code not in (408, 429) and error.code < 500:
                     raise UserError(
                         f"the judge {self.url} refuses model {self.name!r} or the request ({last})"
@@ -76,11 +74,9 @@ class ChatClient:
         )
 
     def _post(self, body: dict[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("JUDGE_API_KEY") or os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
+        headers = {"Content-Type": "application/json", **self._key}
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers, method="POST")
-        with urllib.request.urlopen(request, timeout=self._timeout) as response:
+        with self._open(request, timeout=self._timeout) as response:
             return json.loads(response.read())
 
     def _content(self, reply: Any) -> str:

@@ -101,7 +101,8 @@ def helmet(arguments: Namespace) -> None:
             model = Seq2SeqEntailment(arguments.entailment)
             for dataset in cited:
                 score_citations(store, data, dataset, lengths, model)
-        write_results(store, data, datasets, lengths)
+        with store.writing():
+            write_results(store, data, datasets, lengths)
 
     form = Form(Helmet.request, data.record)
     run_tasks(
@@ -157,18 +158,21 @@ def _sizes(
 ) -> tuple[list[Dataset], dict[str, dict[str, int]], list[str]]:
     """Questions of each data set at each length, of those that can be loaded, and a line for each other."""
     sizes: dict[str, dict[str, int]] = {}
-    left_out = []
+    lacking: dict[str, str] = {}
     for dataset in datasets:
         try:
             sizes[dataset.name] = {str(length): data.size(dataset, length) for length in lengths}
+            for length in lengths:
+                # What is wrong with all of a file shows before a model is loaded.
+                data.example(dataset, length, 0)
         except UserError as error:
             if not skip_missing:
                 raise
-            left_out.append(f"{dataset.name}: {error}")
-    kept = [dataset for dataset in datasets if dataset.name in sizes]
+            lacking[dataset.name] = str(error)
+    kept = [dataset for dataset in datasets if dataset.name in sizes and dataset.name not in lacking]
     if not kept:
-        raise UserError(f"no data set can be loaded: {left_out[0]}")
-    return kept, sizes, left_out
+        raise UserError(f"no data set can be loaded: {next(iter(lacking.values()))}")
+    return kept, sizes, [f"{name}: {why}" for name, why in lacking.items()]
 
 
 def _identity_before(output: str) -> Mapping[str, Any]:

@@ -1,10 +1,13 @@
 """HELMET's questions for one tokenizer."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.evaluation.generation.base import Answer, Request
+from megatron_lengthgen.evaluation.lengths import length_name
 from megatron_lengthgen.evaluation.prompt import PromptEncoder, prompt_digest
 
 from .cite import load_cite
@@ -117,12 +120,22 @@ class Helmet:
         return self._load(dataset, length).count
 
     def example(self, dataset: Dataset, length: int, index: int) -> Example:
-        """Question ``index`` before it meets a tokenizer."""
-        return self._load(dataset, length).make(index)
+        """Question ``index`` before it meets a tokenizer.
+
+        Raises:
+            UserError: when the data are not of HELMET's form.
+        """
+        examples = self._load(dataset, length)
+        with _form(dataset, length, f", question {index},"):
+            made = examples.make(index)
+            if not isinstance(made.context, str) or not all(isinstance(text, str) for text in flat(made.gold)):
+                raise TypeError("its context or a reference is no text")
+            return made
 
     def _load(self, dataset: Dataset, length: int) -> Examples:
         if (dataset.name, length) not in self._examples:
-            self._examples[dataset.name, length] = self._read(dataset, length, self.asked(dataset))
+            with _form(dataset, length):
+                self._examples[dataset.name, length] = self._read(dataset, length, self.asked(dataset))
         return self._examples[dataset.name, length]
 
     def _read(self, dataset: Dataset, length: int, samples: int) -> Examples:
@@ -220,3 +233,16 @@ class Helmet:
             "lost_references": question.lost,
             "shortened_tokens": question.example.shortened,
         }
+
+
+@contextlib.contextmanager
+def _form(dataset: Dataset, length: int, which: str = "") -> Iterator[None]:
+    """Turns what data of another form lead to into a :class:`UserError` that says where they lie."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        place = f" ({dataset.file_at(length)})" if dataset.file else ""
+        raise UserError(
+            f"{dataset.name} at {length_name(length)}{place}{which} is not of the form of HELMET's data "
+            f"({type(error).__name__}: {error}); is this another version of the data?"
+        ) from error

@@ -38,10 +38,12 @@ class Seq2SeqEntailment:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
             model: Any = AutoModelForSeq2SeqLM.from_pretrained(source, dtype=torch.bfloat16 if cuda else torch.float32)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:
+            # As with any model: each library has errors of its own.
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(
-                f"cannot load the entailment model {source} ({str(error).splitlines()[0]}); give --entailment a "
-                "sequence-to-sequence model such as google/t5_xxl_true_nli_mixture"
+                f"cannot load the entailment model {source} ({reason}); give --entailment a sequence-to-sequence model "
+                "such as google/t5_xxl_true_nli_mixture"
             ) from error
         self._model = model.to("cuda" if cuda else "cpu").eval()
 

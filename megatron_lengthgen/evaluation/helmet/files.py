@@ -14,7 +14,7 @@ from typing import Any
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.evaluation.lengths import length_name
 
-from .datasets import LENGTHS, Dataset
+from .datasets import DATASETS, LENGTHS, Dataset
 
 __all__ = ["Archive", "JsonLines", "Row", "check_fields", "present", "read_json_rows"]
 
@@ -88,7 +88,10 @@ class Archive:
 
 
 def _instead(path: Path) -> str:
-    names = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+    known = {Path(d.file_at(length)).name for d in DATASETS.values() if d.file for length in LENGTHS}
+    known |= {Path(d.demo_file).name for d in DATASETS.values()}
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    names = sorted(p.name for p in beside if p.is_file() and p.name not in known)
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.85)
     return f" (beside it lies {near[0]}: was it renamed?)" if near else ""
 

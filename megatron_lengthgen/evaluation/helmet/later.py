@@ -94,7 +94,11 @@ def _open(store: RunStore, dataset: Dataset, keys: Sequence[str], length: int) -
     answers = store.records(dataset.name, length)
     done = [store.records(key, length) for key in keys]
     for key, records in zip(keys, done, strict=True):
-        if strange := [index for index, record in records.items() if record["pred"] != answers[index]["pred"]]:
+        if strange := [
+            index
+            for index, record in records.items()
+            if index not in answers or record["pred"] != answers[index]["pred"]
+        ]:
             raise UserError(f"{key} at {length} scores another answer to question {strange[0]} than the run holds")
     return {
         index: answers[index]

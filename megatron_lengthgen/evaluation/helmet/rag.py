@@ -1,6 +1,5 @@
 """Retrieval-augmented answers: a question after many passages, of which some hold the answer."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ def load_rag(archive: Archive, dataset: Dataset, length: int, samples: int) -> E
     fields = (*_FIELDS, "s_pop") if popqa else _FIELDS
 
     def look(row: Row) -> tuple[bool, Any, Any]:
-        return not popqa or math.log10(row["s_pop"]) < 3, row.get("id"), row["question"]
+        return not popqa or row["s_pop"] < 1000, row.get("id"), row["question"]
 
     def usable(lines: JsonLines) -> list[tuple[int, Any, Any]]:
         return [(at, id_, text) for at, (fits, id_, text) in enumerate(lines.scan(fields, look)) if fits]

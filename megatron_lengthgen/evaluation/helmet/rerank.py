@@ -34,7 +34,7 @@ def load_rerank(archive: Archive, dataset: Dataset, length: int, samples: int) -
         # The titles of the question's own passages decide the form of all.
         titled = "title" in row["ctxs"][0]
         text = "".join(_demonstration(demos[pool[pick][0]], titled) for pick in picked)
-        relevance = [[passage["id"], str(passage["label"])] for passage in row["ctxs"]]
+        relevance = [[passage["id"], str(int(passage["label"]))] for passage in row["ctxs"]]
         kept = {name: value for name, value in row.items() if name not in ("query", "ctxs")} | {"qrel": relevance}
         values = {"question": row["query"], "demos": text}
         return Example(row["query"], _passages(row, titled), _ranking(row), values, kept, group=row["qid"])
