@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 from megatron_lengthgen import backends
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.training import config as run_config
-from megatron_lengthgen.training import memory
+from megatron_lengthgen.training import memory, probes
 from megatron_lengthgen.training.pretrained import check_pretrained
 from megatron_lengthgen.training.resume import check_resume
 
@@ -186,11 +185,11 @@ def plan(run: run_config.RunConfig, cluster: Cluster, show: Callable[[str], None
         raise UserError(f"the run does not fit {cluster.gpus} GPUs: {'; '.join(faults)}")
     backends.prepare()
     with pretended_world_size(cluster.gpus):
-        # TensorBoard's writer would start a log.
-        args = run_config.parse(dataclasses.replace(run, megatron={**run.megatron, "tensorboard_dir": None}))
+        args = run_config.parse(run, logs=False)
     finished = check_resume(args)
     if not finished:
         check_pretrained(args)
+    probes.make(run.lengthgen, args)
     _show_layout(args, cluster, show)
     needed = memory.estimate(args)
     if needed is None:
