@@ -440,3 +440,22 @@ def test_an_answer_that_is_no_option(tmp_path: Path, files: Files) -> None:
     helmet = Helmet(Archive(None, None), HubSets({"infinitebench": str(tmp_path)}), encoder, lengths=[LENGTH])
     with pytest.raises(UserError, match="has the answer 'Eve' among the options"):
         helmet.example(DATASETS["infbench_choice_eng"], LENGTH, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "words"),
+    [
+        ("kilt_nq", "ctxs", [{"body": "x"}], r"dep6.jsonl\), question 0, is not .* \(KeyError: 'title'\)"),
+        ("kilt_popqa", "s_pop", "many", r"dep6.jsonl\) is not .*TypeError"),
+        ("msmarco_rerank_psg", "ctxs", [{"id": "1", "text": "x", "label": "high"}], "'high'"),
+        ("json_kv", "demos", ["a"], "ValueError"),
+        ("json_kv", "answer", None, "NoneType"),
+        ("ruler_niah_mk_2", "context", None, "its context or a reference is no text"),
+    ],
+)
+def test_rows_of_another_form(tmp_path: Path, name: str, field: str, value: Any, words: str) -> None:
+    files = make_files(tmp_path, [8192])
+    path = files.data / DATASETS[name].file_at(8192)
+    write_lines(path, [row | {field: value} for row in read_lines(path)])
+    with pytest.raises(UserError, match=f"^{name} at 8K .*{words}.*is this another version of the data"):
+        make_helmet(files).example(DATASETS[name], 8192, 0)

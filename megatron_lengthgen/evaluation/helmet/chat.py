@@ -64,7 +64,8 @@ class ChatClient:
                 last = f"status {error.code}{said and f', {said}'}"
                 if error.code not in (408, 429) and error.code < 500:
                     raise UserError(
-                        f"the judge {self.url} refuses model {self.name!r} or the request ({last})"
+                        f"the judge {self.url} refuses model {self.name!r} or the request ({last}); all verdicts so "
+                        "far are kept, so mend that and start the same command again"
                     ) from error
             except (OSError, http.client.HTTPException, ValueError) as error:
                 last = f"{type(error).__name__}: {error}"

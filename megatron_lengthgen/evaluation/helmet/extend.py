@@ -43,7 +43,7 @@ def helmet_extend(arguments: Namespace) -> None:
     """Write the recall files of the lengths asked for; a file that is there already stays as it is.
 
     Raises:
-        UserError: a length that HELMET has data for, or essays that cannot be read.
+        UserError: a length that HELMET has data for, essays that cannot be read, or a file that cannot be written.
     """
     positive("--rows", arguments.rows)
     lengths = parse_lengths(arguments.lengths)
@@ -67,7 +67,13 @@ def helmet_extend(arguments: Namespace) -> None:
             else:
                 task = next(task for task in tasks if task.name == _TASKS[name])
                 rows = (needle_row(ruler, task, dataset, length, i) for i in range(arguments.rows))
-            _write(path, rows, arguments.rows)
+            try:
+                _write(path, rows, arguments.rows)
+            except OSError as error:
+                raise UserError(
+                    f"cannot write {path}: {error.strerror or error}; files that are whole stay, so mend that and "
+                    "start the same command again"
+                ) from error
             print(path, flush=True)
 
 
