@@ -146,7 +146,9 @@ CASES = {
     "mla_qk_norm": Case({**_MLA, "qk_layernorm": True}, _layer(multi_latent_attention=True, qk_layernorm=True)),
     "block": Case({**_MOE, "moe_layer_freq": [0, 1]}, _block, (*BEHIND_NORMS, "output")),
     "mtp": Case({"mtp_num_layers": 1}, _with_mtp, (*DENSE, "output", "mtp")),
-    "hybrid": Case({**_MOE, **_MAMBA, "moe_grouped_gemm": True}, _hybrid, (*BEHIND_NORMS, "output", "out_proj"), "M*-E"),
+    "hybrid": Case(
+        {**_MOE, **_MAMBA, "moe_grouped_gemm": True}, _hybrid, (*BEHIND_NORMS, "output", "out_proj"), "M*-E"
+    ),
     "hybrid_mla": Case(_MLA, _hybrid, (*BEHIND_NORMS, "output"), "+-"),
     "hybrid_gated_delta_net": Case(_GATED_DELTA_NET, _hybrid, (*BEHIND_NORMS, "out_proj"), "G-"),
 }
