@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 def test_in_the_interpreter():
     """Kernel against float64, and a model that uses it against one that does not: two files, one process."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v"]
-    command += ["tests/gpu/test_fused.py", "tests/unit/fused_in_models.py"]
+    command += ["tests/gpu/test_norm_dropout.py", "tests/unit/fused_in_models.py"]
     variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,5 +1,8 @@
 """Samples from workers and from the cache are those that one process makes."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +72,33 @@ def test_workers_make_the_same_samples(tmp_path: Path) -> None:
             ruler.samples(NEEDLE, 100, range(6))
     finally:
         ruler.close()
+
+
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, sys, time\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_ruler_prepare import NEEDLE, prepared\n"
+        "if __name__ == '__main__':\n"
+        "    ruler = prepared(workers=2)\n"
+        "    ruler.samples(NEEDLE, 2048, range(8))\n"
+        "    print(*ruler._pool._processes, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [int(number) for number in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(workers) == 2
+    end = time.monotonic() + 20
+    while alive := [number for number in workers if Path(f"/proc/{number}").exists() and not _is_zombie(number)]:
+        assert time.monotonic() < end, f"{alive} outlived their parent"
+        time.sleep(0.1)
+
+
+def _is_zombie(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

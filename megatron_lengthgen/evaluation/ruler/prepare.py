@@ -5,6 +5,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import threading
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -171,7 +172,20 @@ _worker: PreparedRuler | None = None
 
 def _start_worker(*arguments: Any) -> None:
     global _worker
+    _end_with_parent()
     _worker = PreparedRuler(*arguments)
+
+
+def _end_with_parent() -> None:
+    """Let this process not outlive the one that started it, which may be killed: it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _make_sample(call: tuple[Task, int, int]) -> Sample:

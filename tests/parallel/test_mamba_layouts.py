@@ -1,6 +1,6 @@
 """The tiny siblings of the Mamba configurations: trained on several layouts alike, generated from, served again.
 
-The file is also the script that four ranks run: torchrun test_mamba.py OUT
+The file is also the script that four ranks run: torchrun test_mamba_layouts.py OUT
 """
 
 import json
