@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_lengthgen.attention.cache import SequenceCache
 from megatron_lengthgen.attention.documents import attend_apart, mask_layouts, packed_layouts
 from megatron_lengthgen.attention.functional import causal_attention, masked_attention
+from megatron_lengthgen.attention.rotary import Rotary, rotate
 from megatron_lengthgen.choices import check_choice
 from megatron_lengthgen.errors import UserError
 
@@ -95,6 +96,8 @@ class SDPACoreAttention(MegatronModule):
         self._add_sinks()
         #: Key-value caches, one per row of the batch, while a generation engine runs this layer; else None.
         self.caches: Sequence[SequenceCache] | None = None
+        #: What such an engine has this layer rotate queries and keys by; None where they are rotated, or stay as is.
+        self.rotary: Rotary | None = None
 
     def _add_sinks(self) -> None:
         """``softmax_offset``: logits of the sinks of this rank's heads, as in ``DotProductAttention.__init__``."""
@@ -206,6 +209,8 @@ class SDPACoreAttention(MegatronModule):
 
     def _attend_from_caches(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         assert self.caches is not None and not self.training
+        if self.rotary is not None:
+            query, key = rotate(query, self.rotary), rotate(key, self.rotary)
         rows = []
         for row, cache in enumerate(self.caches):
             part = slice(row, row + 1)

@@ -5,8 +5,9 @@ keeps full-length caches for windowed layers, and one length for all rows; and a
 prompt comes in chunks. The caches here sit one step later, in the core attention
 (:class:`~megatron_lengthgen.attention.core.SDPACoreAttention`), behind RoPE, and in the mixer
 (:class:`~megatron_lengthgen.ssm.cached_mixer.CachedMambaMixer`). The rest is what PyTorch offers: a hook before the
-decoder hands it the rotary angles of the new tokens, row by row, and one behind it keeps the last hidden state alone,
-so that no logits but the last token's are computed.
+decoder takes the rotary angles away, since each row has positions of its own and core attention rotates by them, from a
+table made once; and one behind it keeps the last hidden state alone, so that no logits but the last token's are
+computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.identity_op import IdentityOp
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from megatron_lengthgen.attention.cache import SequenceCache
 from megatron_lengthgen.attention.core import SDPACoreAttention
+from megatron_lengthgen.attention.rotary import Rotary
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.ssm.cached_mixer import CachedMambaMixer
 
@@ -57,6 +60,12 @@ class CachedForward:
         self._stages = Stages(self.model)
         self._device = next(self.model.parameters()).device
         self._rotary = _rotary_table(self.model, max_length)
+        skips = self.model.config.no_rope_freq
+        self._rotating = [
+            module
+            for module in self._cached
+            if isinstance(module, SDPACoreAttention) and not (skips and skips[module.layer_number - 1])
+        ]
 
     def extend(self, ids: Sequence[int], cache: SequenceCache, start: int = 0) -> None:
         """Read tokens into a cache that holds ``start`` positions, chunk by chunk."""
@@ -111,21 +120,22 @@ class CachedForward:
     def _attached(self, positions: Tensor, caches: Sequence[SequenceCache], last: int) -> Iterator[None]:
         """Layers read and fill ``caches``, tokens stand at ``positions`` [b, s], the head sees the ``last`` of them."""
 
-        def with_positions(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            if self._rotary is not None:
-                kwargs["rotary_pos_emb"] = self._rotary[positions.t()]  # [s, b, 1, d]
-            return args, kwargs
+        def without_rotary(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            return args, {**kwargs, "rotary_pos_emb": None}
 
         def only_last(decoder: Any, args: tuple, hidden_states: Tensor) -> Tensor:
             return hidden_states[hidden_states.size(0) - last :] if self._stages.is_last else hidden_states
 
         decoder = self.model.decoder
         hooks = [
-            decoder.register_forward_pre_hook(with_positions, with_kwargs=True),
+            decoder.register_forward_pre_hook(without_rotary, with_kwargs=True),
             decoder.register_forward_hook(only_last),
         ]
+        rotary = None if self._rotary is None else self._rotary.at(positions)
         for module in self._cached:
             module.caches = caches
+        for module in self._rotating:
+            module.rotary = rotary
         try:
             yield
         finally:
@@ -134,6 +144,8 @@ class CachedForward:
             self.model.set_input_tensor(None)
             for module in self._cached:
                 module.caches = None
+            for module in self._rotating:
+                module.rotary = None
 
 
 def vocab_parallel_argmax(logits: Tensor, vocab_size: int, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -165,14 +177,20 @@ def vocab_parallel_argmax(logits: Tensor, vocab_size: int, group: torch.distribu
     return everyone[:, 1].gather(0, best[None])[0].long()
 
 
-def _rotary_table(model: Any, max_length: int) -> Tensor | None:
-    """Rotary angles of all positions, [max_length, 1, d], or None for a model without rotary embeddings."""
+def _rotary_table(model: Any, max_length: int) -> Rotary | None:
+    """Of all positions, or None for a model without rotary embeddings."""
     if model.position_embedding_type not in ("rope", "yarn"):
         return None
-    table = model.rotary_pos_emb(max_length)
+    angles = model.rotary_pos_emb(max_length)
     if model.position_embedding_type == "yarn":
-        table = table[0]
-    return table[:, 0]
+        angles = angles[0]
+    config = model.config
+    return Rotary.table(
+        angles[:, 0, 0],
+        interleaved=config.rotary_interleaved,
+        scale=_yarn_get_concentration_factor_from_config(config),
+        dtype=config.params_dtype,
+    )
 
 
 def _refuse_unsupported(model: Any, max_length: int) -> None:
