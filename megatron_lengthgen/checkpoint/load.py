@@ -293,8 +293,10 @@ def _symbols(stored: argparse.Namespace) -> str:
     return (getattr(stored, "hybrid_layer_pattern", None) or "").replace("|", "")
 
 
-def _in_stages(symbols: str, stages: int) -> str:
-    """``symbols`` with the borders of as equal ``stages`` as there are; longer ones come first."""
+def _in_stages(symbols: str, stages: int) -> str | None:
+    """``symbols`` with the borders of as equal ``stages`` as there are; longer ones come first. None without any."""
+    if not symbols:
+        return None
     size, longer = divmod(len(symbols), stages)
     borders = [stage * size + min(stage, longer) for stage in range(stages + 1)]
     return "|".join(symbols[start:end] for start, end in itertools.pairwise(borders))
@@ -323,7 +325,7 @@ def _arguments(
             "micro_batch_size": 1,
             **LOCAL,
             **layout,
-            "hybrid_layer_pattern": _in_stages(_symbols(stored), layout["pipeline_model_parallel_size"]) or None,
+            "hybrid_layer_pattern": _in_stages(_symbols(stored), layout["pipeline_model_parallel_size"]),
             "tokenizer_type": "NullTokenizer",
             "vocab_size": stored.vocab_size or stored.padded_vocab_size,
             "no_initialization": True,
