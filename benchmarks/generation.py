@@ -257,12 +257,13 @@ def turn(engine: Engine, request: Request) -> tuple[float, float]:
 
 @contextmanager
 def ticking(head: torch.nn.Module) -> Iterator[list[float]]:
-    """The time of each call of ``head``."""
+    """The time of each call of ``head`` with a token."""
     ticks: list[float] = []
 
-    def tick(*_: Any) -> None:
-        synchronize(DEVICE)
-        ticks.append(clock())
+    def tick(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+        if inputs[0].numel():  # ours is shown no token of a prompt's chunks but the last
+            synchronize(DEVICE)
+            ticks.append(clock())
 
     hook = head.register_forward_hook(tick)
     try:

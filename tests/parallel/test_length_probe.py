@@ -127,9 +127,8 @@ def test_a_resumed_run_goes_on_with_the_curve(out: Path) -> None:
 
 def test_every_layout_counts_the_same_parameters_under_weight_decay(out: Path) -> None:
     # Another rank's output may follow on the same line.
-    lines = re.findall(
-        r"weight decay: [^()\n]+\([^()\n]+\); never on [^()\n]+\(norms \d+\)", (out / "output").read_text()
-    )
+    said = r"weight decay: [^()\n]+\([^()\n]+\); never on [^()\n]+\(norms \d+\)"
+    lines = re.findall(said, (out / "output").read_text())
     norms = 9 * 64
     each = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128
     matrices, embeddings = 4 * each + 128 * 64, 128 * 64

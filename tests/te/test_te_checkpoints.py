@@ -93,8 +93,8 @@ def ranks(out: Path) -> None:
         expected = parameters(stock)
         for key, parameter in parameters(ours).items():
             assert {"allreduce": True, **vars(parameter)} == {"allreduce": True, **vars(expected[key])}, (name, key)
-            # Else the ranks' gradients of a norm, each of a part of the tokens, would not be summed. A Mamba mixer's own
-            # norm is split over the ranks instead.
+            # Else the ranks' gradients of a norm, each of a part of the tokens, would not be summed. The norm inside a
+            # Mamba mixer is split over the ranks instead.
             is_split = getattr(parameter, "tensor_model_parallel", False)
             assert "norm" not in key[0] or is_split or parameter.sequence_parallel, (name, key)
         (out / name).mkdir(exist_ok=True)
