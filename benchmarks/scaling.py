@@ -6,7 +6,7 @@ Two processes with a thread each share two cores over gloo, so that ideal is twi
 pipeline of two stages and eight microbatches cannot do better than 8/9 of that. A checkpoint every five steps, written
 synchronously or asynchronously, is held against the same run without any. One JSON line per claim:
 ``{"claim", "ours", "peer", "ratio", "goal", "holds"}``. Weights in float32, eight layers of width
-512, 8 sequences of 512 tokens a step, through `tools/continual_pretrain.py`. Run it on an otherwise idle machine.
+256, 8 sequences of 256 tokens a step, through `tools/continual_pretrain.py`. Run it on an otherwise idle machine.
 """
 
 import argparse
@@ -29,10 +29,10 @@ LAYOUTS = {
 }
 MODEL = [
     "num_layers=8",
-    "hidden_size=512",
-    "ffn_hidden_size=1536",
-    "num_attention_heads=8",
-    "num_query_groups=4",
+    "hidden_size=256",
+    "ffn_hidden_size=768",
+    "num_attention_heads=4",
+    "num_query_groups=2",
     "pipeline_model_parallel_size=1",
     "decoder_first_pipeline_num_layers=null",
     "pretrained_checkpoint=null",
@@ -40,15 +40,15 @@ MODEL = [
     "mock_data=true",
     "tokenizer_type=NullTokenizer",
     "tokenizer_model=null",
-    "vocab_size=8192",
-    "padded_vocab_size=8192",
+    "vocab_size=2048",
+    "padded_vocab_size=2048",
     "split='100,0,0'",
-    "seq_length=512",
+    "seq_length=256",
     "global_batch_size=8",
     "bf16=false",
     "eval_iters=0",
 ]
-TOKENS = 8 * 512  # of a step
+TOKENS = 8 * 256  # of a step
 EVERY = 5
 SAVES = {
     "none": [],

@@ -9,6 +9,7 @@ import signal
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 
+from megatron_lengthgen import backends
 from megatron_lengthgen.checkpoint.common import prepare_saving
 
 __all__ = ["end_writers", "start_writers"]
@@ -25,6 +26,9 @@ def start_writers(asynchronous: bool) -> None:
     try:
         prepare_saving()
         if asynchronous:
+            # On a GPU the server must not touch CUDA before it forks.
+            if backends.prepare() == "cpu":
+                forkserver.set_forkserver_preload(["__main__", "megatron_lengthgen.training.writer_process"])
             forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGTERM, handler)

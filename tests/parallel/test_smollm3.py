@@ -44,7 +44,7 @@ def test_a_published_model_is_trained_with_windows_and_served_again(tmp_path, mo
     SmolLM3ForCausalLM(published).save_pretrained(tmp_path / "hf")
 
     convert("import", tmp_path / "hf", tmp_path / "pretrained", "--dtype", "bf16", "--set-window", 16)
-    torchrun(4, ROOT / "tools" / "continual_pretrain.py", TINY)
+    torchrun(4, ROOT / "tools" / "continual_pretrain.py", TINY, "async_save=true")
     trained = losses(tmp_path / "vpad")
     assert len(trained) == model["train_iters"] and trained[-1] < trained[0]
 

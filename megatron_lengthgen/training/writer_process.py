@@ -1,0 +1,5 @@
+"""Imported where a rank's asynchronous writer is forked on a machine without CUDA, which Megatron's writer asks for."""
+
+from megatron_lengthgen import backends
+
+backends.prepare()
