@@ -216,8 +216,8 @@ def _refuse_unsupported(model: Any, max_length: int) -> None:
         )
     for layer in model.decoder.layers:
         for name, wanted in (("self_attention", SDPACoreAttention), ("mixer", CachedMambaMixer)):
-            module = getattr(layer, name, IdentityOp)
-            if module is IdentityOp or isinstance(module, IdentityOp):
+            module = getattr(layer, name, None)
+            if module is None or isinstance(module, IdentityOp):
                 continue
             module = getattr(module, "core_attention", None) if wanted is SDPACoreAttention else module
             if not isinstance(module, wanted):
