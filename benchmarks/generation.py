@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-sharing", action="store_true", help="leave out prompts that share text: minutes at 16K")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a machine that others use")
     options = parser.parse_args()
@@ -186,7 +187,7 @@ def compare(name: str, directory: Path, checkpoint: Path, options: argparse.Name
         goal = 2.0 if directory.name == "tiny" and length >= 16384 else 1.0
         claim(f"peak MiB, {what} (peer: transformers)", *peaks, goal, less_is_better=True)
         # Shorter prompts are one chunk or two, of which nothing or little can be shared.
-        if length >= 4096:
+        if length >= 4096 and not options.no_sharing:
             sharing(what, make, length)
 
 

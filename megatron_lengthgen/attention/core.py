@@ -98,6 +98,8 @@ class SDPACoreAttention(MegatronModule):
         self.caches: Sequence[SequenceCache] | None = None
         #: What such an engine has this layer rotate queries and keys by; None where they are rotated, or stay as is.
         self.rotary: Rotary | None = None
+        #: How many of the last queries such an engine wants answers for; None for all.
+        self.queries: int | None = None
 
     def _add_sinks(self) -> None:
         """``softmax_offset``: logits of the sinks of this rank's heads, as in ``DotProductAttention.__init__``."""
@@ -210,7 +212,11 @@ class SDPACoreAttention(MegatronModule):
     def _attend_from_caches(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         assert self.caches is not None and not self.training
         if self.rotary is not None:
-            query, key = rotate(query, self.rotary), rotate(key, self.rotary)
+            key = rotate(key, self.rotary)
+        if self.queries is not None:
+            query = query[:, :, -self.queries :]
+        if self.rotary is not None:
+            query = rotate(query, self.rotary.last(query.size(2)))
         rows = []
         for row, cache in enumerate(self.caches):
             part = slice(row, row + 1)

@@ -39,6 +39,10 @@ class Rotary(NamedTuple):
         """Rows of a table for ``positions`` [b, s]."""
         return Rotary(self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1), self.interleaved)
 
+    def last(self, tokens: int) -> "Rotary":
+        """Of the last ``tokens`` of each row."""
+        return Rotary(self.cos[:, :, -tokens:], self.sin[:, :, -tokens:], self.interleaved)
+
 
 @torch.no_grad()
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

@@ -328,6 +328,8 @@ def _arguments(
             "hybrid_layer_pattern": _in_stages(_symbols(stored), layout["pipeline_model_parallel_size"]),
             "tokenizer_type": "NullTokenizer",
             "vocab_size": stored.vocab_size or stored.padded_vocab_size,
+            # Compiled or not, it is a pass over memory less (mlp.py::glu adds glu_linear_offset, a zero).
+            "no_bias_swiglu_fusion": False,
             "no_initialization": True,
             "no_load_optim": True,
             "no_load_rng": True,

@@ -198,6 +198,26 @@ def test_only_the_last_position_meets_the_vocabulary(model: GPTModel) -> None:
     assert [row for row in rows if row[0]] == [(1, 1)] * 3
 
 
+def test_only_the_last_position_goes_beyond_the_last_attention(model: GPTModel) -> None:
+    lengths: list[list[int]] = [[], []]
+    hooks = [
+        layer.mlp.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(inputs[0].size(0)))
+        for layer, seen in zip(model.decoder.layers[-2:], lengths, strict=True)
+    ]
+    dict(MegatronGenerator(model, max_length=64, prefill_chunk=16).generate([Request(prompt(40), 3, frozenset())]))
+    for hook in hooks:
+        hook.remove()
+    assert lengths == [[16, 16, 8, 1, 1], [1, 1, 1, 1, 1]]
+    last = model.decoder.layers[-1]
+    assert last.self_attention.core_attention.queries is None
+    assert last.self_attn_bda is model.decoder.layers[0].self_attn_bda
+
+
+def test_a_gate_on_attention_has_all_positions(megatron_single: Callable[[int], None]) -> None:
+    megatron_single(3)
+    check(build_model(attention_output_gate=True), [Request(prompt(40), 6, frozenset())], prefill_chunk=16)
+
+
 def test_padding_of_the_vocabulary_is_never_chosen(model: GPTModel) -> None:
     with torch.no_grad():
         model.embedding.word_embeddings.weight[VOCAB - 16 :] *= 50

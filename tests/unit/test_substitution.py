@@ -252,6 +252,10 @@ def test_rms_norm_equals_pytorchs(dtype, shape):
         outputs.append(module(inputs[-1]))
         outputs[-1].backward(grad)
     assert torch.equal(outputs[0], outputs[1])
+    before = inputs[1].detach().clone()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(inputs[1]), outputs[0])
+    assert torch.equal(inputs[1], before)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
     for mine, reference in ((inputs[1].grad, inputs[0].grad), (ours.weight.grad, stock.weight.grad)):
         torch.testing.assert_close(mine, reference, rtol=tolerance, atol=tolerance)

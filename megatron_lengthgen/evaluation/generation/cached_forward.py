@@ -7,11 +7,12 @@ prompt comes in chunks. The caches here sit one step later, in the core attentio
 (:class:`~megatron_lengthgen.ssm.cached_mixer.CachedMambaMixer`). The rest is what PyTorch offers: a hook before the
 decoder takes the rotary angles away, since each row has positions of its own and core attention rotates by them, from a
 table made once; and one behind it keeps the last hidden state alone, so that no logits but the last token's are
-computed.
+computed. Nor does anything but the keys and values of the last layer that attends depend on earlier tokens: they go no
+further than its core attention.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class CachedForward:
         self._cached = [module for module in self.model.modules() if isinstance(module, cached)]
         self._tp_group = self.model.pg_collection.tp
         self._stages = Stages(self.model)
+        self._last_mixing = _last_mixing_layer(self.model) if self._stages.is_last else None
         self._device = next(self.model.parameters()).device
         self._rotary = _rotary_table(self.model, max_length)
         skips = self.model.config.no_rope_freq
@@ -110,7 +112,9 @@ class CachedForward:
         """tokens, positions [b, s] -> logits of the ``last`` tokens [b, last, this rank's part], on the last stage."""
         if not self._stages.is_first:
             self.model.set_input_tensor(self._stages.receive(tokens.size(1), tokens.size(0), self._device))
-        with self._attached(positions, caches, last):
+        # Not less than one, since experts want tokens.
+        ending = nullcontext() if self._last_mixing is None else _ending(self._last_mixing, max(last, 1))
+        with self._attached(positions, caches, last), ending:
             output = self.model(tokens, positions, None, runtime_gather_output=False)
         if not self._stages.is_last:
             self._stages.send(output)
@@ -148,6 +152,22 @@ class CachedForward:
                 module.rotary = None
 
 
+@contextmanager
+def _ending(layer: Any, tokens: int) -> Iterator[None]:
+    """``layer`` attends for its last ``tokens`` alone, and hands nothing but them on."""
+    core, bias_dropout_add = layer.self_attention.core_attention, layer.self_attn_bda
+
+    def of_the_last(training: bool, fused: bool) -> Callable[..., Tensor]:
+        add = bias_dropout_add(training, fused)
+        return lambda x_with_bias, residual, probability: add(x_with_bias, residual[-tokens:], probability)
+
+    core.queries, layer.self_attn_bda = tokens, of_the_last
+    try:
+        yield
+    finally:
+        core.queries, layer.self_attn_bda = None, bias_dropout_add
+
+
 def vocab_parallel_argmax(logits: Tensor, vocab_size: int, group: torch.distributed.ProcessGroup) -> Tensor:
     """Argmax over a vocabulary that is split over ``group``, the same on each of its ranks.
 
@@ -175,6 +195,18 @@ def vocab_parallel_argmax(logits: Tensor, vocab_size: int, group: torch.distribu
     everyone = everyone.view(group.size(), 2, -1)
     best = everyone[:, 0].argmax(dim=0)
     return everyone[:, 1].gather(0, best[None])[0].long()
+
+
+def _last_mixing_layer(model: Any) -> Any:
+    """The last layer of this stage in which tokens see others, if it attends; None where it could not be cut short."""
+    if model.config.attention_output_gate:  # it multiplies what core attention returns
+        return None
+    for layer in reversed(model.decoder.layers):
+        if hasattr(layer, "mixer"):
+            return None
+        if isinstance(getattr(layer.self_attention, "core_attention", None), SDPACoreAttention):
+            return layer
+    return None
 
 
 def _rotary_table(model: Any, max_length: int) -> Rotary | None:
