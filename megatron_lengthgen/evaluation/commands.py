@@ -46,6 +46,7 @@ def ruler(arguments: Namespace) -> None:
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr, flush=True)
     encoder = engine.make_encoder(arguments)
+    engine.check_vocabulary(arguments, encoder)
     data = PreparedRuler(
         encoder,
         sources,
@@ -55,8 +56,8 @@ def ruler(arguments: Namespace) -> None:
         cache=arguments.cache,
     )
     samples = min(arguments.samples, arguments.limit or arguments.samples)
-    for task in tasks:
-        data.check(task, lengths[0], samples)
+    # Of a quick look too: a run that is begun cannot take back samples that there are not.
+    data.check_all(tasks, lengths, arguments.samples)
 
     identity = {
         "benchmark": "ruler",

@@ -1,6 +1,8 @@
 """Which model answers, and how: from the options of a command line to an engine."""
 
+import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from megatron_lengthgen.errors import UserError
@@ -9,10 +11,12 @@ from . import launch
 from .fingerprint import fingerprint, hugging_face_directory, megatron_iteration
 from .prompt import PromptEncoder, load_tokenizer
 from .server import authorization
+from .vocabulary import check_fit, check_same, unused_rows
 
 __all__ = [
     "MORE_MEMORY",
     "check",
+    "check_vocabulary",
     "device",
     "identity",
     "info",
@@ -135,6 +139,44 @@ def make_encoder(arguments: Namespace, chat: bool | None = None) -> PromptEncode
         stop_files=[directory for directory in (source, arguments.hf) if directory],
         stop_tokens=arguments.stop_token,
     )
+
+
+def check_vocabulary(arguments: Namespace, encoder: PromptEncoder) -> None:
+    """Refuse a tokenizer that is not the model's, as far as can be told without loading the model; warn of doubt.
+
+    Raises:
+        UserError: when the tokenizer gives other ids than the one that lies with the model, or ids beyond its
+            vocabulary, or the model's configuration cannot be read.
+    """
+    if arguments.openai:
+        return
+    rows, own = _vocabulary(arguments)
+    name = str(arguments.tokenizer or arguments.hf)
+    if own is not None and Path(own).resolve() != Path(name).resolve():
+        try:
+            tokenizer = load_tokenizer(own)
+        except UserError:
+            # A model without a tokenizer, or a broken one, is no fault of the tokenizer given.
+            pass
+        else:
+            check_same(encoder.tokenizer, name, tokenizer, own)
+    if rows is None:
+        return
+    check_fit(encoder, name, rows)
+    if launch.leads() and (warning := unused_rows(encoder, name, rows)):
+        print(warning, file=sys.stderr, flush=True)
+
+
+def _vocabulary(arguments: Namespace) -> tuple[int | None, str | None]:
+    """Size of the model's vocabulary where it is known, and where the tokenizer lies that came with it."""
+    if arguments.checkpoint:
+        from megatron_lengthgen.checkpoint.load import checkpoint_args, tokenizer_dir
+
+        stored, own = checkpoint_args(arguments.checkpoint), tokenizer_dir(arguments.checkpoint)
+        return stored.vocab_size or stored.padded_vocab_size, None if own is None else str(own)
+    from .generation.huggingface import load_config
+
+    return getattr(load_config(arguments.hf).get_text_config(), "vocab_size", None), arguments.hf
 
 
 def make_generator(arguments: Namespace, encoder: PromptEncoder, max_length: int) -> Any:

@@ -1,6 +1,7 @@
 """All tasks with every kind of tokenizer: exact lengths, RULER's rules for those that are not needles, missing data."""
 
 import collections
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from ruler_fixtures import HOTPOTQA, SQUAD, hotpotqa_documents, make_ruler, sour
 
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.evaluation.ruler import cwe, fwe, qa
+from megatron_lengthgen.evaluation.ruler.data import Ruler
 from megatron_lengthgen.evaluation.ruler.documents import load_hotpotqa, load_squad
 from megatron_lengthgen.evaluation.ruler.fit import largest
 from megatron_lengthgen.evaluation.ruler.sources import load_sources
@@ -76,6 +78,37 @@ def test_a_length_without_room_is_refused_with_the_smallest_that_works(name: str
     ruler.check(task, least, samples)
     for index in range(samples):
         assert ruler.sample(task, least, index).length <= least
+
+
+def test_all_that_cannot_be_made_is_named_at_once() -> None:
+    ruler = make_ruler()
+    tasks = [TASKS[name] for name in ("niah_single_1", "cwe", "qa_2")]
+    with pytest.raises(UserError) as caught:
+        ruler.check_all(tasks, [300, 400, 900, 20000], 5)
+    named = re.fullmatch(
+        r"lengths 300, 400 are too small for niah_single_1: use at least (\d+); "
+        r"lengths 300, 400, 900 are too small for cwe: use at least (\d+); "
+        r"qa_2 has 4 questions, not 5: use --samples 4 or fewer; "
+        r"lengths 300, 400 are too small for qa_2: use at least (\d+); or leave out what cannot be made",
+        str(caught.value),
+    )
+    assert named is not None, caught.value
+    for task, least in zip(tasks, map(int, named.groups()), strict=True):
+        ruler.check_all([task], [least, 20000], 4)
+        assert all(ruler.sample(task, least, index).length <= least for index in range(4))
+
+
+def test_a_length_between_is_checked_as_well() -> None:
+    """Each length has draws of its own, so the shortest alone does not speak for the next."""
+    ruler, task = make_ruler(), TASKS["cwe"]
+    near = ruler._least(task, 100, 3)
+    fits = {length: ruler._least(task, length, 3) == length for length in range(near - 80, near + 40)}
+    shorter = min(length for length in fits if fits[length])
+    longer = max(length for length in fits if not fits[length])
+    assert shorter < longer
+    ruler.check_all([task], [shorter], 3)
+    with pytest.raises(UserError, match=f"^length {longer} is too small for cwe: use at least "):
+        ruler.check_all([task], [shorter, longer], 3)
 
 
 @settings(deadline=None)
@@ -244,38 +277,133 @@ def test_all_pages_of_a_hotpotqa_question_are_there() -> None:
     assert len(set(found)) == 12
 
 
+def test_where_a_long_document_does_not_fit_others_fill_the_length(tmp_path: Path) -> None:
+    """Every third page is so long that no prompt has room for two; the answer's pages always stay."""
+    rows = [
+        {
+            "question": f"Which {number}?",
+            "answer": "yes",
+            "context": [
+                [f"Page {number}.{page}", ["word " * (1100 if page == 2 else 9 * page + 5)]] for page in range(7)
+            ],
+        }
+        for number in range(9)
+    ]
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    data = load_hotpotqa(str(tmp_path / "data.json"))
+    ruler, task = make_ruler(), TASKS["qa_2"]
+    ruler = Ruler(ruler.encoder, dataclasses.replace(ruler.sources, hotpotqa=data))
+    passed = 0
+    for index in range(9):
+        measured, size = ruler._fitted(task, 3500, index)
+        sample = ruler.sample(task, 3500, index)
+        assert 0.97 * 3500 <= sample.length <= 3500
+        found = documents_of(sample.body)
+        assert len(set(found)) == len(found) == size
+        assert {data.texts[at] for at in data.questions[index].documents} <= set(found)
+        assert isinstance(measured.question, qa.Asked)
+        left = {data.texts[at] for at in measured.question.passed_over}
+        assert not left & set(found)
+        passed += len(left) > 0
+        # Nothing is passed over that would have fitted as the next one.
+        first = qa.Asked(data, index, measured.question.key)
+        fits = largest(measured.of(first).count, first.minimum, 3500 - 32)
+        assert set(documents_of(first.render(fits.size).body)) <= set(found)
+    assert passed > 4
+
+
+def test_there_is_no_document_past_the_last() -> None:
+    asked = qa.Asked(hotpotqa_documents(), 1, ("k",))
+    assert asked.past_next(39) is None and asked.past_next(40) is None
+    sizes = 0
+    question: qa.Asked | None = asked
+    while question is not None:
+        sizes, last, question = sizes + 1, question, question.past_next(12)
+    # The question's own ten, two others, and the 28 that were passed over.
+    assert sizes == 29 and len(last.passed_over) == 28
+    assert documents_of(last.render(12).body) == documents_of(asked.render(12).body)
+    assert set(documents_of(last.render(20).body)) == set(documents_of(asked.render(12).body))
+
+
 def test_more_samples_than_questions_are_refused() -> None:
     with pytest.raises(UserError, match=r"qa_2 has 4 questions, so no sample 4: use --samples 4"):
         make_ruler().sample(TASKS["qa_2"], 4096, 4)
+
+
+SQUAD_ROWS = [
+    {
+        "title": a["title"],
+        "context": p["context"],
+        "question": q["question"],
+        "answers": {"text": [answer["text"] for answer in q["answers"]]},
+    }
+    for a in SQUAD["data"]
+    for p in a["paragraphs"]
+    for q in p["qas"]
+]
+HOTPOTQA_ROWS = [
+    {
+        "question": item["question"],
+        "answer": item["answer"],
+        "context": {"title": [t for t, _ in item["context"]], "sentences": [s for _, s in item["context"]]},
+    }
+    for item in HOTPOTQA
+]
 
 
 def test_data_sets_as_files_and_through_datasets(tmp_path: Path) -> None:
     old = {"data": [{**a, "paragraphs": [_without_impossible(p) for p in a["paragraphs"]]} for a in SQUAD["data"]]}
     (tmp_path / "v1.json").write_text(json.dumps(old))
     assert load_squad(str(tmp_path / "v1.json")).digest == squad_documents().digest
-    rows = [
-        {
-            "title": a["title"],
-            "context": p["context"],
-            "question": q["question"],
-            "answers": {"text": [answer["text"] for answer in q["answers"]]},
-        }
-        for a in SQUAD["data"]
-        for p in a["paragraphs"]
-        for q in p["qas"]
-    ]
-    write_rows(tmp_path / "squad", rows)
+    write_rows(tmp_path / "squad", SQUAD_ROWS)
     assert load_squad(str(tmp_path / "squad")).digest == squad_documents().digest
-    pages = [
-        {
-            "question": item["question"],
-            "answer": item["answer"],
-            "context": {"title": [t for t, _ in item["context"]], "sentences": [s for _, s in item["context"]]},
-        }
-        for item in HOTPOTQA
-    ]
-    write_rows(tmp_path / "hotpotqa", pages)
+    write_rows(tmp_path / "hotpotqa", HOTPOTQA_ROWS)
     assert load_hotpotqa(str(tmp_path / "hotpotqa")).digest == hotpotqa_documents().digest
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_data_sets_as_files_of_rows(tmp_path: Path, indent: int | None) -> None:
+    """Arrays and JSON lines, each written in one line or in several; HotpotQA in its own form too."""
+    file = tmp_path / "data.json"
+    # Not every end of a line is one of JSON lines.
+    strange = [HOTPOTQA_ROWS[0] | {"question": "Who wrote\u2028 0?\n"}]
+    for load, rows, digest in (
+        (load_squad, SQUAD_ROWS, squad_documents().digest),
+        (load_hotpotqa, HOTPOTQA_ROWS, hotpotqa_documents().digest),
+        (load_hotpotqa, HOTPOTQA, hotpotqa_documents().digest),
+        (load_hotpotqa, strange, None),
+    ):
+        found = []
+        for text in (
+            json.dumps(rows, indent=indent, ensure_ascii=False),
+            "".join(json.dumps(row, indent=indent, ensure_ascii=False) + "\r\n" for row in rows),
+        ):
+            file.write_text(text, encoding="utf-8", newline="")
+            found.append(load(str(file)))
+        assert {data.digest for data in found} == {digest or found[0].digest}
+    assert [data.questions[0].text for data in found] == ["Who wrote\u2028 0?\n"] * 2
+    file.write_text(json.dumps(HOTPOTQA_ROWS[0]) + "\n\n{'question'", encoding="utf-8")
+    with pytest.raises(
+        UserError, match=r"cannot read --hotpotqa .*data\.json: Expecting property name .* line 3 column 2"
+    ):
+        load_hotpotqa(str(file))
+
+
+def test_hotpotqa_is_asked_as_ruler_asks_it() -> None:
+    """An independent statement of RULER's ``qa.py``: pages, each once and sorted; other pages are drawn among those
+    that are not the question's; where all are too few, the whole list repeats."""
+    pages = sorted({f"{title}\n{''.join(lines)}" for item in HOTPOTQA for title, lines in item["context"]})
+    for index, item in enumerate(HOTPOTQA):
+        own = {f"{title}\n{''.join(lines)}" for title, lines in item["context"]}
+        asked = qa.Asked(hotpotqa_documents(), index, ("k", index))
+        for size in (10, 11, 25, 39, 40, 41, 95):
+            body = asked.render(size).body
+            found = collections.Counter(documents_of(body))
+            assert body.endswith(f"\n\nQuestion: {item['question']}")
+            if size < len(pages):
+                assert own <= set(found) <= set(pages) and set(found.values()) == {1} and found.total() == size
+            else:
+                assert found == collections.Counter((pages * 3)[:size])
 
 
 def _without_impossible(paragraph: dict[str, Any]) -> dict[str, Any]:
@@ -296,6 +424,7 @@ def write_rows(directory: Path, rows: list[dict[str, Any]]) -> None:
         (b"[1]", "not of the form"),
         (b"{", "cannot read --squad"),
         (b'{"data": []}', "holds no question"),
+        (b"", "holds no question"),
         (None, "exist"),
     ],
 )

@@ -1,5 +1,6 @@
 """Greedy generation with transformers' own ``generate``: the reference, and the way to score a published model."""
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,7 +9,32 @@ from megatron_lengthgen.errors import UserError
 
 from .base import Request
 
-__all__ = ["HuggingFaceGenerator"]
+__all__ = ["HuggingFaceGenerator", "load_config"]
+
+
+def load_config(source: str) -> Any:
+    """The configuration of a model from a local directory or hub id.
+
+    Raises:
+        UserError: when it cannot be loaded.
+    """
+    from transformers import AutoConfig
+
+    with _loading(source):
+        return AutoConfig.from_pretrained(source)
+
+
+@contextlib.contextmanager
+def _loading(source: str) -> Iterator[None]:
+    """Turns what goes wrong in loading a model into a :class:`UserError`."""
+    try:
+        yield
+    except Exception as error:
+        # A file cut short, weights of another shape, a package that is not there: each has an error of its own.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"cannot load a model from {source} ({reason}); give a complete directory saved by save_pretrained"
+        ) from error
 
 
 class HuggingFaceGenerator:
@@ -44,14 +70,8 @@ class HuggingFaceGenerator:
         if dtype not in dtypes:
             raise UserError(f"dtype must be one of {', '.join(dtypes)}, got {dtype!r}")
         hf_logging.disable_progress_bar()
-        try:
+        with _loading(source):
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtypes[dtype])
-        except Exception as error:
-            # A file cut short, weights of another shape, a package that is not there: each has an error of its own.
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(
-                f"cannot load a model from {source} ({reason}); give a complete directory saved by save_pretrained"
-            ) from error
         if torch.cuda.is_available():
             model = model.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}")
         return cls(model.eval(), int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))

@@ -129,6 +129,7 @@ def _data(
         d.name for d in datasets if arguments.chat_template == "on" or (arguments.chat_template == "helmet" and d.chat)
     ]
     chat = engine.make_encoder(arguments, chat=True) if chatting else None
+    engine.check_vocabulary(arguments, chat or plain)
     tokenizer, digest = None, None
     if any(d.category in ("longqa", "summ") for d in datasets):
         tokenizer = load_tokenizer(arguments.cut_tokenizer) if arguments.cut_tokenizer else plain.tokenizer

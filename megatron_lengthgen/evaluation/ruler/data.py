@@ -23,11 +23,13 @@ __all__ = ["DATA_VERSION", "Ruler", "Sample"]
 _ALIKE = 8
 #: A prompt that leaves more of the length unused than this is filled as far as the task permits.
 _FULL = 0.97
+#: Documents that are tried for the rest of a length.
+_TRIED = 200
 #: The prompt on which a task's splicing is tried.
 _PROBE_LENGTH, _PROBE_SIZE = 4096, 120
 
 #: Raise when the same seed would give other prompts than before.
-DATA_VERSION = 2
+DATA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Ruler:
         fitted = self._fit(task, max_length, measured, budget)
         if fitted.tokens > budget:
             raise _too_small(task, max_length, fitted.tokens, reserve)
-        return measured, fitted.size
+        return _fill(measured, fitted, budget, int(_FULL * max_length) - reserve)
 
     def check(self, task: Task, max_length: int, samples: int) -> None:
         """Refuse a length that is too small for any of the first ``samples`` samples.
@@ -150,12 +152,40 @@ class Ruler:
         Raises:
             UserError: naming the smallest length that works for all of them.
         """
+        if (least := self._least(task, max_length, samples)) > max_length:
+            reserve = self._reserve(task)
+            raise _too_small(task, max_length, least - reserve, reserve)
+
+    def check_all(self, tasks: Sequence[Task], lengths: Sequence[int], samples: int) -> None:
+        """Refuse what cannot be made of the first ``samples`` samples of tasks at lengths, before any is made.
+
+        Raises:
+            UserError: naming all of it, and for each task the smallest length that works.
+        """
+        faults = []
+        for task in tasks:
+            if (count := self._available(task, samples)) < samples:
+                faults.append(f"{task.name} has {count} questions, not {samples}: use --samples {count} or fewer")
+            least = {length: self._least(task, length, count) for length in lengths}
+            if small := [length for length in lengths if least[length] > length]:
+                works = max(least[length] for length in small)
+                which = ", ".join(map(str, small))
+                which = f"length {which} is" if len(small) == 1 else f"lengths {which} are"
+                faults.append(f"{which} too small for {task.name}: use at least {works}")
+        if faults:
+            raise UserError("; ".join(faults) + "; or leave out what cannot be made")
+
+    def _available(self, task: Task, samples: int) -> int:
+        """How many of ``samples`` samples there are."""
+        return min(samples, len(self._documents(task).questions)) if isinstance(task, QuestionAnswering) else samples
+
+    def _least(self, task: Task, max_length: int, samples: int) -> int:
+        """``max_length``, or the smallest length above it that has room for each of the first ``samples`` samples."""
         reserve, length = self._reserve(task), max_length
         # Other lengths have other questions, so a length that is named is tried first.
         while (needed := self._shortest(task, length, samples)) + reserve > length:
             length = needed + reserve
-        if length > max_length:
-            raise _too_small(task, max_length, length - reserve, reserve)
+        return length
 
     def _shortest(self, task: Task, max_length: int, samples: int) -> int:
         """Tokens of the longest among the shortest prompts of the first ``samples`` samples."""
@@ -263,6 +293,10 @@ class _Measured:
     def __init__(self, question: Question, encoder: PromptEncoder, splicer: Splicer | None) -> None:
         self.question, self._encoder, self._splicer = question, encoder, splicer
 
+    def of(self, question: Question) -> "_Measured":
+        """Another question, measured alike."""
+        return _Measured(question, self._encoder, self._splicer)
+
     def count(self, size: int) -> int:
         rendering = self.question.render(size)
         spliced = None if self._splicer is None else self._splicer.count(rendering)
@@ -274,6 +308,22 @@ class _Measured:
         if spliced is None:
             return rendering, tuple(self._encoder.encode(rendering.body, rendering.answer_prefix))
         return rendering, spliced
+
+
+def _fill(measured: _Measured, fitted: Fitted, budget: int, wanted: int) -> tuple[_Measured, int]:
+    """Where a document too long leaves fewer than ``wanted`` tokens used, others that fit in its place."""
+    size, tokens = fitted.size, fitted.tokens
+    for _ in range(_TRIED):
+        question = measured.question
+        if tokens >= wanted or not isinstance(question, qa.Asked):
+            break
+        if tokens < (count := measured.count(size + 1)) <= budget:
+            size, tokens = size + 1, count
+        elif (other := question.past_next(size)) is not None:
+            measured = measured.of(other)
+        else:
+            break
+    return measured, size
 
 
 def _too_small(task: Task, max_length: int, tokens: int, reserve: int) -> UserError:

@@ -7,7 +7,8 @@ of the file; of SQuAD v2.0 only those that have an answer).
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,9 @@ class Documents:
 
 
 def load_squad(source: str) -> Documents:
-    """SQuAD from one of its own JSON files (dev-v2.0.json; v1.1 too), or the validation split of a ``datasets`` id or
-    directory with its columns (``title``, ``context``, ``question``, ``answers``).
+    """SQuAD from one of its own JSON files (dev-v2.0.json; v1.1 too), or rows with the columns that it has in
+    ``datasets`` (``title``, ``context``, ``question``, ``answers``): a file of them, as a JSON array or as JSON lines,
+    or the validation split of a ``datasets`` id or directory.
 
     Raises:
         UserError: when the source is missing, unreadable or of another form.
@@ -58,39 +60,53 @@ def load_squad(source: str) -> Documents:
 
 
 def load_hotpotqa(source: str) -> Documents:
-    """HotpotQA from its own JSON file (hotpot_dev_distractor_v1.json), or the validation split of a ``datasets`` id or
-    directory with its columns (``question``, ``answer``, ``context``).
+    """HotpotQA from its own JSON file (hotpot_dev_distractor_v1.json), or rows with the columns that it has in
+    ``datasets`` (``question``, ``answer``, ``context``): a file of them, as a JSON array or as JSON lines, or the
+    validation split of a ``datasets`` id or directory.
 
     Raises:
         UserError: when the source is missing, unreadable or of another form.
     """
-    return _load("--hotpotqa", source, "distractor", _hotpotqa_file, _hotpotqa_rows)
+    return _load("--hotpotqa", source, "distractor", _hotpotqa, _hotpotqa)
 
 
 def _load(option: str, source: str, config: str | None, from_file: Any, from_rows: Any) -> Documents:
     path = Path(source)
     try:
-        found = from_file(_json(path)) if path.is_file() else from_rows(_rows(option, source, config))
+        found = from_file(_values(path)) if path.is_file() else from_rows(_rows(option, source, config))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {option} {source}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise UserError(
             f"{option} {source} is not of the form of that data set ({type(error).__name__}: {error}); "
-            "give its own JSON file or a datasets id"
+            "give its own JSON file, its rows as JSON, or a datasets id"
         ) from error
     if not found.questions:
         raise UserError(f"{option} {source} holds no question with an answer")
     return found
 
 
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+def _values(path: Path) -> list[Any]:
+    """What a JSON file holds: the elements of an array, or the values of JSON lines."""
+    text, at = path.read_text(encoding="utf-8"), 0
+    values: list[Any] = []
+    while (at := _space(text, at)) < len(text):
+        value, at = json.JSONDecoder().raw_decode(text, at)
+        values.append(value)
+    return values[0] if len(values) == 1 and isinstance(values[0], list) else values
+
+
+def _space(text: str, start: int) -> int:
+    """Where white space that begins at ``start`` ends."""
+    match = re.compile(r"\s*").match(text, start)
+    assert match is not None
+    return match.end()
 
 
 def _rows(option: str, source: str, config: str | None) -> Iterable[dict[str, Any]]:
     """Rows of the validation split; of a directory whose files name no split, all rows."""
     path = Path(source)
-    if not path.is_dir() and (path.is_absolute() or path.suffix == ".json" or source.startswith(".")):
+    if not path.is_dir() and (path.is_absolute() or path.suffix in (".json", ".jsonl") or source.startswith(".")):
         raise UserError(f"{option} {source} does not exist; give the data set's own JSON file or a datasets id")
     from datasets import load_dataset
 
@@ -124,7 +140,9 @@ def _squad(articles: Sequence[_Article]) -> Documents:
     return Documents(texts, tuple(questions))
 
 
-def _squad_file(value: Any) -> Documents:
+def _squad_file(values: list[Any]) -> Documents:
+    if not values or "data" not in values[0]:
+        return _squad_rows(values)
     return _squad(
         [
             [
@@ -138,7 +156,7 @@ def _squad_file(value: Any) -> Documents:
                 )
                 for paragraph in article["paragraphs"]
             ]
-            for article in value["data"]
+            for article in values[0]["data"]
         ]
     )
 
@@ -151,8 +169,11 @@ def _squad_rows(rows: Iterable[dict[str, Any]]) -> Documents:
     return _squad([list(article.items()) for article in articles.values()])
 
 
-def _hotpotqa(items: Iterator[tuple[str, str, list[tuple[str, Sequence[str]]]]]) -> Documents:
-    asked = [(text, answer, [f"{title}\n{''.join(lines)}" for title, lines in pages]) for text, answer, pages in items]
+def _hotpotqa(rows: Iterable[dict[str, Any]]) -> Documents:
+    asked = [
+        (row["question"], row["answer"], [f"{title}\n{''.join(lines)}" for title, lines in _pages(row["context"])])
+        for row in rows
+    ]
     texts, at = _index(page for _, _, pages in asked for page in pages)
     return Documents(
         texts,
@@ -163,18 +184,6 @@ def _hotpotqa(items: Iterator[tuple[str, str, list[tuple[str, Sequence[str]]]]])
     )
 
 
-def _hotpotqa_file(value: Any) -> Documents:
-    return _hotpotqa(
-        (item["question"], item["answer"], [(title, lines) for title, lines in item["context"]]) for item in value
-    )
-
-
-def _hotpotqa_rows(rows: Iterable[dict[str, Any]]) -> Documents:
-    return _hotpotqa(
-        (
-            row["question"],
-            row["answer"],
-            list(zip(row["context"]["title"], row["context"]["sentences"], strict=True)),
-        )
-        for row in rows
-    )
+def _pages(context: Any) -> Iterable[tuple[str, Sequence[str]]]:
+    """Title and sentences of each page: pairs in HotpotQA's own file, two columns in ``datasets``."""
+    return zip(context["title"], context["sentences"], strict=True) if isinstance(context, dict) else context
