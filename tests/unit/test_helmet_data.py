@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,59 @@ def test_recall_beyond_the_archive(tmp_path: Path, capsys: pytest.CaptureFixture
         helmet_extend(Namespace(**vars(options) | {"lengths": "128k,256k"}))
     with pytest.raises(UserError, match=r"test_k7200_dep6\.jsonl is missing.* helmet-extend makes it"):
         present(archive, parse_datasets(["json_kv"]), [4 * LONGEST], False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": 0}, "--rows must be positive, got 0"),
+        ({"lengths": "256kb"}, "--lengths takes whole numbers of tokens"),
+        ({"lengths": "4k"}, r"--lengths has 4096, and HELMET's archive has files up to 131072: give longer ones"),
+        ({"tokenizer": "/nowhere"}, "--tokenizer /nowhere does not exist"),
+        ({"essays": "/nowhere"}, "--essays /nowhere does not exist"),
+    ],
+)
+def test_recall_beyond_the_archive_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "essay.txt").write_text(ESSAY)
+    usual = {"lengths": "256k", "rows": 1, "tokenizer": str(tmp_path / "tokenizer")}
+    usual |= {"data": str(tmp_path / "data"), "essays": str(tmp_path / "essay.txt")}
+    with pytest.raises(UserError, match=message):
+        helmet_extend(Namespace(**usual | changes))
+    assert not (tmp_path / "data").exists()
+
+
+def test_recall_beyond_the_archive_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "essay.txt").write_text(ESSAY)
+    # Short lengths would do, were they not HELMET's own.
+    monkeypatch.setattr("megatron_lengthgen.evaluation.helmet.extend.LONGEST", 8191)
+    options = Namespace(
+        lengths="8k",
+        rows=2,
+        tokenizer=str(tmp_path / "tokenizer"),
+        data=str(tmp_path / "data"),
+        essays=str(tmp_path / "essay.txt"),
+    )
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Room for two rows of some files, and for one of others.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (25_000, before[1]))
+    try:
+        with pytest.raises(
+            UserError, match=r"cannot write .*jsonl: File too large; files that are whole stay, so mend"
+        ):
+            helmet_extend(options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    def files() -> dict[Path, list[Any]]:
+        paths = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+        return {path: [json.loads(line) for line in path.read_text().splitlines()] for path in paths}
+
+    kept = files()
+    assert 0 < len(kept) < 4 and all(len(rows) == 2 for rows in kept.values())
+    helmet_extend(options)
+    assert len(files()) == 4 and files().items() >= kept.items()
 
 
 def test_long_texts(files: Files, helmet: Helmet) -> None:

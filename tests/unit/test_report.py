@@ -1,6 +1,7 @@
 """Intervals against scipy, summaries and comparisons."""
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -372,3 +373,24 @@ def test_a_comparison_says_where_the_runs_differ(tmp_path: Path) -> None:
     one = make_run(tmp_path / "one", FULL, chat_template="off")
     two = make_run(tmp_path / "two", FULL, chat_template="on")
     assert "chat_template: 'off' against 'on'" in compare([one, two])["comparisons"][0]["differing_settings"]
+
+
+@pytest.mark.parametrize("room", [500, 4000, 20000])
+def test_a_comparison_on_a_full_disk_leaves_no_half_file(tmp_path: Path, room: int) -> None:
+    """Old files stay whole until new ones are, and nothing else is left behind."""
+    one, two = make_run(tmp_path / "one", FULL), make_run(tmp_path / "two", FULL, name="two")
+    output = tmp_path / "out"
+    write_comparison(compare([one, two], note="Old."), output)
+    old = {path.name: path.read_bytes() for path in output.iterdir()}
+    write_comparison(compare([one, two], note="New."), tmp_path / "new")
+    new = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A file that grows beyond that fails in the middle of a write, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(UserError, match=rf"^cannot write to --output {output}: File too large$"):
+            write_comparison(compare([one, two], note="New."), output)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    left = {path.name: path.read_bytes() for path in output.iterdir()}
+    assert left.keys() == old.keys() and all(left[name] in (old[name], new[name]) for name in left)

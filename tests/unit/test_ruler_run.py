@@ -339,6 +339,17 @@ def test_the_transformers_engine_is_greedy_and_stops() -> None:
     assert stopped[0] == [] and stopped[1] == answers[1][: answers[1].index(answers[1][-1])]
 
 
+def test_the_transformers_engine_refuses_ids_that_the_model_does_not_know() -> None:
+    engine = HuggingFaceGenerator(tiny_llama())
+    requests = [Request((5, 599), 2, frozenset()), Request((5, 600, 7), 2, frozenset())]
+    answers = engine.generate(requests)
+    assert next(answers)[0] == 0
+    with pytest.raises(
+        UserError, match=r"^request 1 holds token 600, outside the vocabulary of 600: tokenizer and model do"
+    ):
+        next(answers)
+
+
 def test_a_model_runs_from_prompt_to_summary(tmp_path: Path) -> None:
     store = open_run(tmp_path / "run", NAMES[:1], samples=1)
     ruler, tasks = make_ruler(max_new_tokens=4), parse_tasks(NAMES[:1])
