@@ -1,8 +1,11 @@
 """The command line: bad input, a run, its continuation and a comparison."""
 
+import contextlib
 import importlib.util
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -10,10 +13,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from ruler_fixtures import ESSAY, save_model
 
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.evaluation.fingerprint import fingerprint, megatron_iteration
+from megatron_lengthgen.evaluation.generation.huggingface import HuggingFaceGenerator
 
 TOOL = Path(__file__).parents[2] / "tools" / "eval_longctx.py"
 
@@ -101,7 +106,11 @@ def test_a_run_its_continuation_and_a_comparison(
         (["--limit", "0"], "--limit must be positive, got 0"),
         (["--shard", "0/4"], r"--shard takes a part and the number of parts, from 1/8 to 8/8 for eight, got '0/4'"),
         (["--lengths", "1k,1024"], "names a length twice"),
-        (["--lengths", "4"], "length 4 is too small for niah_single_1"),
+        (
+            ["--lengths", "4,5,1k"],
+            r"^lengths 4, 5 are too small for niah_single_1: use at least \d+; "
+            r"lengths 4, 5 are too small for niah_single_2: use at least \d+; or leave out what cannot be made$",
+        ),
         (["--samples", "0"], "--samples must be positive, got 0"),
         (["--tasks", "vt2"], "'vt2' is not a RULER task"),
         (["--essays", "/nowhere"], "--essays /nowhere does not exist"),
@@ -186,6 +195,144 @@ def test_a_killed_command_goes_on_where_it_was(
     assert f"{kept} of 240 samples are done, {240 - kept} to do" in capsys.readouterr().out
     found = [json.loads(line) for line in lines()]
     assert len({(record["task"], record["max_length"], record["index"]) for record in found}) == len(found) == 240
+
+
+def test_ctrl_c_before_a_run_opens(model: Path, essay_file: Path, tmp_path: Path) -> None:
+    pipe, run = tmp_path / "words.json", tmp_path / "run"
+    os.mkfifo(pipe)
+    command = [
+        sys.executable,
+        str(TOOL),
+        *map(str, ruler_arguments(model, essay_file, run, "--english-words", str(pipe))),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline, writer = time.monotonic() + 120, None
+        # That it can be opened says that the command reads from it, and so waits.
+        while writer is None:
+            assert process.poll() is None and time.monotonic() < deadline
+            try:
+                writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:
+                time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=60)
+        os.close(writer)
+    assert (process.returncode, printed, errors) == (130, "", "\nstopped; the same command starts again\n")
+    assert not run.exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_with_workers(
+    model: Path, essay_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C reaches all processes of a terminal: when workers have just been started, when they are at work, and when
+    the model is. None says anything, none stays, and the next start goes on."""
+    run = tmp_path / "run"
+    arguments = ruler_arguments(model, essay_file, run, "--samples", "40", "--workers", "2")
+
+    def lines() -> list[bytes]:
+        return [line for part in run.glob("predictions/*/*") for line in part.read_bytes().split(b"\n")[:-1]]
+
+    def interrupted(answers: int, wait: float) -> None:
+        command, before = [sys.executable, str(TOOL), *map(str, arguments)], len(lines())
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            deadline = time.monotonic() + 120
+            # The process itself, multiprocessing's tracker, and two workers.
+            while len(_group(process.pid)) < 4 or len(lines()) < before + answers:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(wait)
+            os.killpg(process.pid, signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        stopped = f"\nstopped; finished samples are kept in {run}, the same command continues\n"
+        assert (process.returncode, errors) == (130, stopped)
+        while _group(process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    for answers, wait in ((0, 0.0), (0, 0.5), (0, 2.0), (3, 0.0)):
+        interrupted(answers, wait)
+    kept = len(lines())
+    assert 3 <= kept < 160
+    capsys.readouterr()
+    call(monkeypatch, *arguments)
+    assert f"{kept} of 160 samples are done, {160 - kept} to do" in capsys.readouterr().out
+    found = [json.loads(line) for line in lines()]
+    assert len({(record["task"], record["max_length"], record["index"]) for record in found}) == len(found) == 160
+
+
+def _group(leader: int) -> list[int]:
+    """Processes of a group that are alive."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = file.read_text().rpartition(")")[2].split()[:3]
+            found += [int(file.parent.name)] * (int(group) == leader and state != "Z")
+    return found
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        MemoryError(),
+    ],
+    ids=["CPU", "GPU", "Python"],
+)
+def test_short_memory_is_said_with_the_way_on(
+    model: Path, essay_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    arguments = ruler_arguments(model, essay_file, tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr("transformers.LlamaForCausalLM.generate", fail)
+        with pytest.raises(
+            UserError, match=r"^there is not enough memory for these lengths: finished samples are kept, "
+        ):
+            call(patched, *arguments)
+        patched.setattr("transformers.LlamaForCausalLM.generate", _broken)
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            call(patched, *arguments)
+    call(monkeypatch, *arguments, "--limit", "1")
+    assert not json.loads((tmp_path / "run" / "summary.json").read_text())["complete"]
+
+
+def _broken(*_: object, **__: object) -> None:
+    raise RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x2 and 3x2)")
+
+
+def test_a_model_that_cannot_be_loaded(
+    model: Path, essay_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Path(shutil.copytree(model, tmp_path / "model"))
+
+    def refused(message: str) -> None:
+        with pytest.raises(
+            UserError, match=rf"^cannot load a model from {broken} \(.*{message}.*\); give a complete dir"
+        ):
+            call(monkeypatch, *ruler_arguments(broken, essay_file, tmp_path / f"run of {message}"))
+
+    weights = broken / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    refused("")
+    weights.unlink()
+    refused("model.safetensors")
+    weights.write_bytes(whole)
+    (broken / "config.json").write_text(json.dumps({"model_type": "nobody_knows", "vocab_size": 600}))
+    refused("nobody_knows")
+    (broken / "config.json").write_text("{")
+    with pytest.raises(
+        UserError, match=rf"^cannot load a tokenizer from {broken}: .*config\.json' is not a valid JSON"
+    ):
+        call(monkeypatch, *ruler_arguments(broken, essay_file, tmp_path / "run"))
+    with pytest.raises(UserError, match="dtype must be one of bf16, fp16, fp32, got 'fp8'"):
+        HuggingFaceGenerator.from_pretrained(str(model), dtype="fp8")
 
 
 def test_a_directory_that_is_no_model(essay_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,15 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import threading
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import CancelledError, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,7 @@ class PreparedRuler(Ruler):
         self.workers, self.cache_directory = workers, cache
         self._caches: dict[str, SampleCache] = {}
         self._pool: ProcessPoolExecutor | None = None
+        self._closing: Event | None = None
 
     def sample(self, task: Task, max_length: int, index: int) -> Sample:
         cache = self._cache(task)
@@ -126,26 +129,30 @@ class PreparedRuler(Ruler):
         return [found[index] for index in indices]
 
     def close(self) -> None:
-        """End the worker processes."""
-        if self._pool is not None:
+        """End the worker processes, each after the sample that it is at."""
+        if self._pool is not None and self._closing is not None:
+            self._closing.set()
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
     def _in_pool(self, task: Task, max_length: int, indices: Sequence[int]) -> list[Sample]:
         if self._pool is None:
-            arguments = (self.encoder, self.sources, self.seed, self.max_new_tokens, self.splice, 1)
             # Spawned: a fork of a process with torch's or CUDA's threads may hang.
+            context = multiprocessing.get_context("spawn")
+            self._closing = context.Event()
+            arguments = (self.encoder, self.sources, self.seed, self.max_new_tokens, self.splice, 1)
             self._pool = ProcessPoolExecutor(
                 self.workers,
-                mp_context=multiprocessing.get_context("spawn"),
+                mp_context=context,
                 initializer=_start_worker,
-                initargs=(*arguments, self.cache_directory),
+                initargs=(self._closing, *arguments, self.cache_directory),
             )
         chunk = max(1, len(indices) // (4 * self.workers))
         calls = [(task, max_length, index) for index in indices]
         try:
-            with _quiet_tokenizers():
-                return list(self._pool.map(_make_sample, calls, chunksize=chunk))
+            with _quiet_workers():
+                made = self._pool.map(_make_sample, calls, chunksize=chunk)
+            return list(made)
         except BrokenProcessPool as error:
             self._pool = None
             raise UserError(
@@ -168,12 +175,13 @@ class PreparedRuler(Ruler):
 
 
 _worker: PreparedRuler | None = None
+_closing: Event | None = None
 
 
-def _start_worker(*arguments: Any) -> None:
-    global _worker
+def _start_worker(closing: Event, *arguments: Any) -> None:
+    global _worker, _closing
     _end_with_parent()
-    _worker = PreparedRuler(*arguments)
+    _worker, _closing = PreparedRuler(*arguments), closing
 
 
 def _end_with_parent() -> None:
@@ -189,16 +197,26 @@ def _end_with_parent() -> None:
 
 
 def _make_sample(call: tuple[Task, int, int]) -> Sample:
-    assert _worker is not None
+    assert _worker is not None and _closing is not None
+    # Not a signal: a process that dies while it hands over a sample leaves the other end waiting for the rest of it.
+    if _closing.is_set():
+        raise CancelledError
     return _worker.sample(*call)
 
 
 @contextlib.contextmanager
-def _quiet_tokenizers() -> Iterator[None]:
-    """Workers start with one thread of the tokenizer's own each; there are enough of them."""
+def _quiet_workers() -> Iterator[None]:
+    """Processes started in the block use one thread of the tokenizer's own each, since there are enough of them, and
+    leave Ctrl-C, which a terminal sends to all, to this one: they inherit that it is blocked. It waits for the end of
+    the block, since a pool that is interrupted while it starts processes may never end."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
+    interrupted = threading.Event()
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    # The mask is one thread's, and any other may be given the signal. Only the main thread can be interrupted.
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda *_: interrupted.set()) if main else None
     try:
         yield
     finally:
@@ -206,3 +224,8 @@ def _quiet_tokenizers() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+        if main:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+    if interrupted.is_set():
+        raise KeyboardInterrupt
