@@ -211,12 +211,14 @@ class SDPACoreAttention(MegatronModule):
 
     def _attend_from_caches(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         assert self.caches is not None and not self.training
-        if self.rotary is not None:
-            key = rotate(key, self.rotary)
-        if self.queries is not None:
+        rotary = self.rotary
+        if rotary is not None:
+            key = rotate(key, rotary)
+        if self.queries is not None and self.queries < query.size(2):
             query = query[:, :, -self.queries :]
-        if self.rotary is not None:
-            query = rotate(query, self.rotary.last(query.size(2)))
+            rotary = None if rotary is None else rotary.last(self.queries)
+        if rotary is not None:
+            query = rotate(query, rotary)
         rows = []
         for row, cache in enumerate(self.caches):
             part = slice(row, row + 1)

@@ -4,7 +4,6 @@
 """
 
 import copy
-import dataclasses
 import warnings
 from typing import Any, Literal, get_args
 
@@ -12,16 +11,14 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_lengthgen.attention.core import SDPACoreAttention
 from megatron_lengthgen.choices import check_choice
 from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.specs.checks import check
+from megatron_lengthgen.specs.local_parts import replace_local_parts
 from megatron_lengthgen.specs.substitution import apply
-from megatron_lengthgen.specs.torch_norm import TorchNorm
 
 __all__ = ["block_spec", "gpt_none", "gpt_pre_linear", "gpt_pre_norm", "gpt_vpad", "gpt_vpad_mean_fill", "stock_block"]
 
@@ -69,21 +66,14 @@ def stock_block(
 
 
 def _with_our_parts(block: TransformerBlockSubmodules, core_attention: CoreAttention) -> TransformerBlockSubmodules:
-    """Megatron's Torch norms and core attention replaced by this package's; Apex norms are kept."""
+    """Megatron's local parts replaced by this package's; Apex norms are kept."""
     block = copy.deepcopy(block)
-    for holder in (block, *(part for layer in block.layer_specs or [] for part in _norm_holders(layer))):
-        for field in dataclasses.fields(holder):
-            if getattr(holder, field.name) is WrappedTorchNorm:
-                setattr(holder, field.name, TorchNorm)
+    replace_local_parts(block)
     for layer in block.layer_specs or []:
         attention = layer.submodules.self_attention
         if attention.module is SelfAttention:  # multi-latent attention has values of another width than its keys
             attention.submodules.core_attention = core_attention_class(core_attention)
     return block
-
-
-def _norm_holders(layer: ModuleSpec) -> tuple[Any, Any]:
-    return layer.submodules, layer.submodules.self_attention.submodules
 
 
 def core_attention_class(core_attention: CoreAttention) -> type:

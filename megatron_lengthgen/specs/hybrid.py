@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_lengthgen.regularization import Regularization
 from megatron_lengthgen.specs.gpt import CoreAttention, core_attention_class
 from megatron_lengthgen.specs.hybrid_stack import FinalNormHybridStack, FinalNormHybridStackSubmodules
+from megatron_lengthgen.specs.local_parts import replace_local_parts
 from megatron_lengthgen.specs.substitution import apply
 from megatron_lengthgen.specs.torch_norm import TorchNorm
 from megatron_lengthgen.ssm.cached_mixer import CachedMambaMixer
@@ -79,7 +80,7 @@ def stock_stack(
     attention.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     mlp.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     mamba.sharded_state_dict_keys_map = {"norm.": "mixer.in_proj.layer_norm_"}
-    return ModuleSpec(
+    spec = ModuleSpec(
         module=FinalNormHybridStack,
         submodules=FinalNormHybridStackSubmodules(
             mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
@@ -90,6 +91,8 @@ def stock_stack(
             final_norm=TorchNorm,
         ),
     )
+    replace_local_parts(spec)
+    return spec
 
 
 def _named(regularization: Regularization) -> Any:

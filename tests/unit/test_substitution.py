@@ -254,7 +254,7 @@ def test_rms_norm_equals_pytorchs(dtype, shape):
     assert torch.equal(outputs[0], outputs[1])
     before = inputs[1].detach().clone()
     with torch.no_grad():
-        torch.testing.assert_close(ours(inputs[1]), outputs[0])
+        assert torch.equal(ours(inputs[1]), outputs[0])  # as when activations are recomputed
     assert torch.equal(inputs[1], before)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
     for mine, reference in ((inputs[1].grad, inputs[0].grad), (ours.weight.grad, stock.weight.grad)):
