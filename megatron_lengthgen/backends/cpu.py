@@ -15,6 +15,8 @@ What is replaced, and why:
 * the random-state getters of ``megatron.core.tensor_parallel.random``: without CUDA one raises and the other
   queues its work for a device that never comes, which would leave every fork of the tracker without effect.
 * the kernels of ``mamba_ssm`` and ``causal_conv1d``, which run on CUDA alone: :mod:`megatron_lengthgen.ssm`.
+* the start method of the asynchronous checkpoint writer. ``pretrain`` ends that process after the last step, and where
+  a last save is due then, Megatron spawns another, which would know nothing of all this.
 * ``DistributedOptimizer.state_dict`` and ``load_state_dict``, which fail on a fresh optimizer of PyTorch's.
 * ``megatron.training``'s CUDA assertion, its compilation of dataset helpers that the wheel already carries, its
   warm-up of fused kernels, and its default of one NCCL communicator per group.
@@ -255,6 +257,7 @@ def _redirect_megatron_core() -> None:
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
     _provide_mamba_kernels()
+    _fork_checkpoint_writers()
     _repair_distributed_optimizer_loading()
     # The tracker warns at every fork that it is not initialised for CUDA graphs; there are none here.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
@@ -281,6 +284,18 @@ def _provide_mamba_kernels() -> None:
     }
     for name, replacement in replacements.items():
         setattr(mamba_mixer, name, replacement)
+
+
+def _fork_checkpoint_writers() -> None:
+    """Have the fork server start every asynchronous writer; ``training.writers`` prepares that server for it."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    get_process = PersistentAsyncCaller._get_process
+
+    def from_fork_server(rank: int, mp_mode: str = "spawn", *args: Any, **kwargs: Any) -> Any:
+        return get_process(rank, "forkserver", *args, **kwargs)
+
+    PersistentAsyncCaller._get_process = staticmethod(from_fork_server)
 
 
 def _repair_distributed_optimizer_loading() -> None:

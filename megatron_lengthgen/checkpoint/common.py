@@ -1,10 +1,13 @@
 """What reading and writing checkpoints share: arguments of a portable model, room on the disk, errors in one line."""
 
 import contextlib
+import multiprocessing
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +40,23 @@ def prepare_saving() -> None:
     """Start the process through which Megatron's checkpoint writer collects its results, by a fork.
 
     At the first save Megatron would spawn it, and a spawned process imports torch and Megatron once more: seconds of
-    every rank. Call it before process groups and CUDA are initialised; a second call does nothing.
+    every rank. Call it before process groups and CUDA are initialised; a second call does nothing. The process ends
+    with this one, also where that is killed.
 
     Source: ``megatron/core/dist_checkpointing/strategies/filesystem_async.py::get_write_results_queue``.
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
+    mark = threading.Event()  # what is registered counts as long as this lives
+    util.register_after_fork(mark, lambda mark: threading.Thread(target=_end_with_parent, daemon=True).start())
     get_write_results_queue(mp_mode="fork")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def check_space(destination: Path, needed: int) -> None:

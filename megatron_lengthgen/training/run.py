@@ -79,6 +79,8 @@ def train(run: run_config.RunConfig, *, datasets: Callable[..., Any] | None = No
         start_writers(bool(run.megatron.get("async_save")))
     ranks = connect(60.0 * float(run.megatron.get("distributed_timeout_minutes") or _MEGATRON_TIMEOUT_MINUTES))
     args = ranks.agree(lambda: run_config.parse(run))
+    if "RANK" not in os.environ:  # started alone, which Megatron would take a rendezvous for too
+        build.connect()
     with contextlib.ExitStack() as stack:
         stack.callback(end_writers)
         if args.exit_signal_handler:

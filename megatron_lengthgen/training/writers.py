@@ -1,18 +1,30 @@
 """The processes beside a rank that write its checkpoints.
 
 Slurm sends its signals to all processes of a task. These must outlive the warning, or there is no last save: Megatron
-waits for its asynchronous writer for ever where that has been killed. And they must not outlive the rank.
+waits for its asynchronous writer for ever where that has been killed, so the rank ends then. And they must not outlive
+the rank.
 """
 
 import multiprocessing
+import os
 import signal
-from multiprocessing import forkserver
+import socket
+import sys
+import threading
+import time
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
+from typing import Any
 
 from megatron_lengthgen import backends
 from megatron_lengthgen.checkpoint.common import prepare_saving
+from megatron_lengthgen.errors import UserError
+from megatron_lengthgen.training.faults import RESTART
 
 __all__ = ["end_writers", "start_writers"]
+
+#: Seconds between two looks at the writer, and those that Megatron has to forget one that it ended itself.
+_PAUSE = 1.0
 
 
 def start_writers(asynchronous: bool) -> None:
@@ -30,6 +42,7 @@ def start_writers(asynchronous: bool) -> None:
             if backends.prepare() == "cpu":
                 forkserver.set_forkserver_preload(["__main__", "megatron_lengthgen.training.writer_process"])
             forkserver.ensure_running()
+            threading.Thread(target=_watch_writer, daemon=True).start()
     finally:
         signal.signal(signal.SIGTERM, handler)
 
@@ -39,3 +52,32 @@ def end_writers() -> None:
     for process in multiprocessing.active_children():
         if isinstance(process, ForkServerProcess):
             process.kill()
+
+
+def _watch_writer() -> None:
+    """End this process where Megatron's asynchronous writer ends before it is told to."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    while True:
+        process: Any = PersistentAsyncCaller._persistent_process
+        if process is not None and process.pid and connection.wait([process.sentinel], timeout=_PAUSE):
+            time.sleep(_PAUSE)
+            if PersistentAsyncCaller._persistent_process is process:
+                _give_up(process.exitcode)
+        time.sleep(_PAUSE)
+
+
+def _give_up(exit_status: int) -> None:
+    """Say that the writer is gone and end this process, whose main thread would wait for it."""
+    rank = f"rank {os.environ.get('RANK', '0')} on host {socket.gethostname()}"
+    if exit_status < 0:
+        cause = f"was killed by {signal.Signals(-exit_status).name}: see whether the node has too little memory"
+    else:
+        cause = "failed, as its traceback above says: see whether the disk is full"
+    print(
+        f"error: the process that writes the checkpoints of {rank} {cause}; the same command goes on from the last "
+        "whole checkpoint",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(RESTART if exit_status < 0 else UserError.exit_status)

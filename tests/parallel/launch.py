@@ -1,24 +1,26 @@
-"""Start a script under torchrun and read what a training run logged."""
+"""Start a script, under torchrun or alone, and read what a training run logged."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["losses", "scalars", "torchrun"]
+__all__ = ["alone", "losses", "scalars", "torchrun"]
 
 
 def torchrun(processes: int, script: Path, *arguments: object, timeout: float = 600) -> str:
     """Run ``script`` on ``processes`` ranks; returns its output, which is shown in full when it fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-        str(script),
-        *map(str, arguments),
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return _start([*launcher, str(script), *map(str, arguments)], timeout)
+
+
+def alone(script: Path, *arguments: object, timeout: float = 600) -> str:
+    """Run ``script`` in one process that nobody launches; else as :func:`torchrun`."""
+    return _start([str(script), *map(str, arguments)], timeout)
+
+
+def _start(arguments: list[str], timeout: float) -> str:
+    command = [sys.executable, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     result = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launch import losses, scalars, torchrun
+from launch import alone, losses, scalars, torchrun
 
 from megatron_lengthgen.evaluation.ruler.templates import NEEDLE, NIAH, NIAH_PREFIX, NOISE
 
@@ -150,7 +150,10 @@ def test_what_one_wants_to_watch_is_in_tensorboard(out: Path, name: str) -> None
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    torchrun(1, SCRIPT, CONF, tmp_path, f"run:wandb_project=lengths,train_iters=2,{PROBE},eval_iters=1,eval_interval=2")
+    probe = ["lengthgen.length_probe.multiples=[1,4]", "lengthgen.length_probe.samples=3"]
+    once = ["train_iters=2", "eval_iters=1", "eval_interval=2"]
+    tool = HERE.parents[1] / "tools" / "continual_pretrain.py"
+    alone(tool, CONF, f"save={tmp_path / 'run'}", "wandb_project=lengths", *once, *probe)
     (log,) = tmp_path.glob("run/wandb/wandb/offline-run-*/run-*.wandb")
     records = log.read_bytes()  # protocol buffers, with names as they are
     for name in ("lm loss", "grad-norm", "learning-rate", "throughput", "lm loss validation", "length probe/loss 4x"):

@@ -11,7 +11,8 @@ import torch
 from launch import losses, torchrun
 from transformers import AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
-from megatron_lengthgen.training import config
+from megatron_lengthgen.training import config, memory
+from megatron_lengthgen.training.plan import pretended_world_size
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "conf" / "smollm3_tiny_swa_vpad.yaml"
@@ -44,9 +45,15 @@ def test_a_published_model_is_trained_with_windows_and_served_again(tmp_path, mo
     SmolLM3ForCausalLM(published).save_pretrained(tmp_path / "hf")
 
     convert("import", tmp_path / "hf", tmp_path / "pretrained", "--dtype", "bf16", "--set-window", 16)
-    torchrun(4, ROOT / "tools" / "continual_pretrain.py", TINY, "async_save=true")
+    # The last save comes after the last step, when Megatron has ended its writer.
+    torchrun(4, ROOT / "tools" / "continual_pretrain.py", TINY, "async_save=true", "save_interval=4")
     trained = losses(tmp_path / "vpad")
     assert len(trained) == model["train_iters"] and trained[-1] < trained[0]
+
+    with pretended_world_size(4):
+        planned = memory.checkpoint_size(config.parse(run, logs=False))
+    written = sum(file.stat().st_size for file in (tmp_path / "vpad" / "iter_0000006").glob("*.distcp"))
+    assert planned is not None and planned < written < 1.3 * planned  # headers weigh, in a model this small
 
     convert("export", tmp_path / "vpad", tmp_path / "served", "--dtype", "fp32")
     written = json.loads((tmp_path / "served" / "config.json").read_text())

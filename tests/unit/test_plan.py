@@ -1,4 +1,4 @@
-"""What a run would take on a number of GPUs, held against Megatron's refusals, a real model, a real checkpoint."""
+"""What a run would take on a number of GPUs, held against Megatron's refusals and a real model."""
 
 import re
 import sys

@@ -1,10 +1,16 @@
 """A damaged newest checkpoint is found, said, and the one before it used."""
 
+import os
 import shutil
+import socket
+import subprocess
+import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -161,3 +167,60 @@ def test_no_run_and_a_converted_checkpoint_are_no_matter(tmp_path: Path) -> None
     assert recover(tmp_path / "none") == []
     (tmp_path / TRACKER).write_text("release")
     assert recover(tmp_path) == []
+
+
+def test_the_process_that_collects_results_ends_with_a_killed_parent() -> None:
+    code = (
+        "import multiprocessing, time\n"
+        "from megatron_lengthgen import backends\n"
+        "from megatron_lengthgen.checkpoint.common import prepare_saving\n"
+        "backends.prepare(); prepare_saving()\n"
+        "print(*(child.pid for child in multiprocessing.active_children()), flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        (collector,) = map(psutil.Process, map(int, parent.stdout.readline().split()))
+        assert collector.is_running()
+        parent.kill()
+    end = time.monotonic() + 10
+    while _runs(collector) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _runs(collector)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it does anything; nobody may be there to reap it."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+_KILLED = "os.kill(writer.pid, signal.SIGKILL)"
+_FAILED = "caller._persistent_queue.put(AsyncRequest(print, (1, 2), [], preload_fn=partial(int, 'x')))"
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "words"),
+    [(_KILLED, 75, "was killed by SIGKILL"), pytest.param(_FAILED, 2, "failed", marks=pytest.mark.slow)],
+    ids=["killed", "failed"],
+)
+def test_a_rank_ends_with_its_asynchronous_writer(fault: str, status: int, words: str) -> None:
+    code = f"""
+import os, signal
+from functools import partial
+from megatron_lengthgen import backends
+backends.prepare()
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, PersistentAsyncCaller as caller
+from megatron_lengthgen.training.writers import start_writers
+start_writers(True)
+writer = caller._get_process(0, "forkserver")
+{fault}
+caller._persistent_preload_q.put(0)
+caller._persistent_preload_q.join()
+"""
+    environment = {**os.environ, "RANK": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == status, done.stderr
+    writer = f"the process that writes the checkpoints of rank 3 on host {socket.gethostname()}"
+    assert f"error: {writer} {words}" in done.stderr
