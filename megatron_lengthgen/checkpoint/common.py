@@ -1,7 +1,6 @@
 """What reading and writing checkpoints share: arguments of a portable model, room on the disk, errors in one line."""
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.files import atomic_directory
+from megatron_lengthgen.orphans import end_with_parent
 
 __all__ = ["LOCAL", "check_space", "make_readable", "prepare_saving", "reason", "replacing_directory"]
 
@@ -48,15 +48,8 @@ def prepare_saving() -> None:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
     mark = threading.Event()  # what is registered counts as long as this lives
-    util.register_after_fork(mark, lambda mark: threading.Thread(target=_end_with_parent, daemon=True).start())
+    util.register_after_fork(mark, lambda mark: end_with_parent())
     get_write_results_queue(mp_mode="fork")
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def check_space(destination: Path, needed: int) -> None:

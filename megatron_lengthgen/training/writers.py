@@ -38,9 +38,10 @@ def start_writers(asynchronous: bool) -> None:
     try:
         prepare_saving()
         if asynchronous:
-            # On a GPU the server must not touch CUDA before it forks.
+            preload = ["__main__", "megatron_lengthgen.training.writer_process"]
             if backends.prepare() == "cpu":
-                forkserver.set_forkserver_preload(["__main__", "megatron_lengthgen.training.writer_process"])
+                preload.append("megatron_lengthgen.training.writer_on_cpu")
+            forkserver.set_forkserver_preload(preload)
             forkserver.ensure_running()
             threading.Thread(target=_watch_writer, daemon=True).start()
     finally:

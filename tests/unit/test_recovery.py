@@ -169,23 +169,33 @@ def test_no_run_and_a_converted_checkpoint_are_no_matter(tmp_path: Path) -> None
     assert recover(tmp_path) == []
 
 
-def test_the_process_that_collects_results_ends_with_a_killed_parent() -> None:
-    code = (
-        "import multiprocessing, time\n"
-        "from megatron_lengthgen import backends\n"
-        "from megatron_lengthgen.checkpoint.common import prepare_saving\n"
-        "backends.prepare(); prepare_saving()\n"
-        "print(*(child.pid for child in multiprocessing.active_children()), flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        (collector,) = map(psutil.Process, map(int, parent.stdout.readline().split()))
-        assert collector.is_running()
-        parent.kill()
+def test_no_process_outlives_a_killed_rank() -> None:
+    code = """
+import time
+import psutil
+from megatron_lengthgen import backends
+backends.prepare()
+from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+from megatron_lengthgen.training.writers import start_writers
+start_writers(True)
+PersistentAsyncCaller._get_process(0, "forkserver")
+PersistentAsyncCaller._persistent_queue.put("to start its queue")
+while PersistentAsyncCaller._persistent_queue.qsize():
+    time.sleep(0.05)
+print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+time.sleep(600)
+"""
+    environment = {**os.environ, "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as rank:
+        assert rank.stdout is not None
+        children = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
+        # The collector of results, the fork server, the writer, and Python's tracker of their semaphores.
+        assert len(children) == 4 and all(map(_runs, children))
+        rank.kill()
     end = time.monotonic() + 10
-    while _runs(collector) and time.monotonic() < end:
+    while any(map(_runs, children)) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not _runs(collector)
+    assert not any(map(_runs, children))
 
 
 def _runs(process: psutil.Process) -> bool:

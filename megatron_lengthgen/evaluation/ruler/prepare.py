@@ -20,6 +20,7 @@ from typing import Any
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.evaluation.prompt import PromptEncoder
 from megatron_lengthgen.files import atomic_file
+from megatron_lengthgen.orphans import end_with_parent
 
 from .data import DATA_VERSION, Ruler, Sample
 from .sources import Sources
@@ -180,20 +181,8 @@ _closing: Event | None = None
 
 def _start_worker(closing: Event, *arguments: Any) -> None:
     global _worker, _closing
-    _end_with_parent()
+    end_with_parent()
     _worker, _closing = PreparedRuler(*arguments), closing
-
-
-def _end_with_parent() -> None:
-    """Let this process not outlive the one that started it, which may be killed: it would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def _make_sample(call: tuple[Task, int, int]) -> Sample:
