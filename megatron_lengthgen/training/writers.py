@@ -25,6 +25,8 @@ __all__ = ["end_writers", "start_writers"]
 
 #: Seconds between two looks at the writer, and those that Megatron has to forget one that it ended itself.
 _PAUSE = 1.0
+#: Set when the writer's end is nobody's fault any more.
+_ended = threading.Event()
 
 
 def start_writers(asynchronous: bool) -> None:
@@ -34,6 +36,8 @@ def start_writers(asynchronous: bool) -> None:
         asynchronous: whether the run saves so; Megatron then forks its writer from Python's fork server, which hands
             down what it ignores.
     """
+    global _ended
+    _ended = threading.Event()
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         prepare_saving()
@@ -43,27 +47,29 @@ def start_writers(asynchronous: bool) -> None:
                 preload.append("megatron_lengthgen.training.writer_on_cpu")
             forkserver.set_forkserver_preload(preload)
             forkserver.ensure_running()
-            threading.Thread(target=_watch_writer, daemon=True).start()
+            # Imported here, since two threads that import Megatron at once may each see half of it.
+            from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+            threading.Thread(target=_watch_writer, args=(PersistentAsyncCaller, _ended), daemon=True).start()
     finally:
         signal.signal(signal.SIGTERM, handler)
 
 
 def end_writers() -> None:
     """Kill an asynchronous writer that Megatron did not end, after an error; Python would wait for it."""
+    _ended.set()
     for process in multiprocessing.active_children():
         if isinstance(process, ForkServerProcess):
             process.kill()
 
 
-def _watch_writer() -> None:
-    """End this process where Megatron's asynchronous writer ends before it is told to."""
-    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
-
-    while True:
-        process: Any = PersistentAsyncCaller._persistent_process
+def _watch_writer(caller: Any, ended: threading.Event) -> None:
+    """End this process where the writer of ``caller``, a ``PersistentAsyncCaller``, ends before it is told to."""
+    while not ended.is_set():
+        process = caller._persistent_process
         if process is not None and process.pid and connection.wait([process.sentinel], timeout=_PAUSE):
             time.sleep(_PAUSE)
-            if PersistentAsyncCaller._persistent_process is process:
+            if caller._persistent_process is process and not ended.is_set():
                 _give_up(process.exitcode)
         time.sleep(_PAUSE)
 
