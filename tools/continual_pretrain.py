@@ -2,6 +2,7 @@
 """Continual pretraining on Megatron's own engine.
 
 torchrun --nproc-per-node N tools/continual_pretrain.py CONF [key=value ...]
+python tools/continual_pretrain.py CONF [key=value ...]
 python tools/continual_pretrain.py CONF [key=value ...] --dry-run
 python tools/continual_pretrain.py CONF [key=value ...] --plan --nodes 8 --gpus-per-node 8
 
