@@ -12,32 +12,23 @@ from torch import Tensor
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 
-def _is_plain(sequence_parallel: bool, gtp_remat_size: int) -> bool:
-    """Whether the function does nothing but multiply; else it gathers tokens or weights first."""
-    return not (torch.is_grad_enabled() or sequence_parallel or gtp_remat_size > 1)
-
-
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    output = torch.matmul(input, weight.t())
-    return output if bias is None else output + bias
-
-
-class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """``ColumnParallelLinear`` with the same parameters, checkpoint keys and output bits.
+class _ProductAlone(torch.nn.Module):
+    """Before a linear of Megatron's among the bases: the same parameters, checkpoint keys and output bits.
 
     Source: ``megatron/core/tensor_parallel/layers.py``.
     """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if _is_plain(kwargs["sequence_parallel"], kwargs["gtp_remat_size"]):
-            return _product(input, weight, kwargs["bias"])
-        return super()._forward_impl(input, weight, *args, **kwargs)
+        # With sequence parallelism or sharded weights, the function gathers before it multiplies.
+        if torch.is_grad_enabled() or kwargs["sequence_parallel"] or kwargs["gtp_remat_size"] > 1:
+            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
+        output, bias = torch.matmul(input, weight.t()), kwargs["bias"]
+        return output if bias is None else output + bias
 
 
-class RowParallelLinear(tensor_parallel.RowParallelLinear):
-    """``RowParallelLinear`` with the same parameters, checkpoint keys and output bits; source as above."""
+class ColumnParallelLinear(_ProductAlone, tensor_parallel.ColumnParallelLinear):
+    """Megatron's ``ColumnParallelLinear``."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if _is_plain(kwargs["sequence_parallel"], kwargs["gtp_remat_size"]):
-            return _product(input, weight, kwargs["bias"])
-        return super()._forward_impl(input, weight, *args, **kwargs)
+
+class RowParallelLinear(_ProductAlone, tensor_parallel.RowParallelLinear):
+    """Megatron's ``RowParallelLinear``."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -170,6 +171,22 @@ def test_shards_fill_one_run_and_a_report_is_written_without_a_model(
     assert not (tmp_path / "nowhere").exists()
 
 
+def answers_of(run: Path) -> list[bytes]:
+    """Lines of answers that are whole."""
+    return [line for part in run.glob("predictions/*/*") for line in part.read_bytes().split(b"\n")[:-1]]
+
+
+def check_it_goes_on(run: Path, total: int, start: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was stopped in the midst keeps its answers, and another start makes the others, each once."""
+    kept = len(answers_of(run))
+    assert 3 <= kept < total
+    capsys.readouterr()
+    start()
+    assert f"{kept} of {total} samples are done, {total - kept} to do" in capsys.readouterr().out
+    found = [json.loads(line) for line in answers_of(run)]
+    assert len({(record["task"], record["max_length"], record["index"]) for record in found}) == len(found) == total
+
+
 def test_a_killed_command_goes_on_where_it_was(
     model: Path, essay_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,22 +196,13 @@ def test_a_killed_command_goes_on_where_it_was(
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
 
-    def lines() -> list[bytes]:
-        return [line for part in run.glob("predictions/*/*") for line in part.read_bytes().split(b"\n")[:-1]]
-
     deadline = time.monotonic() + 300
-    while len(lines()) < 3:
+    while len(answers_of(run)) < 3:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.kill()
     process.wait()
-    kept = len(lines())
-    assert 3 <= kept < 240
-    capsys.readouterr()
-    call(monkeypatch, *arguments)
-    assert f"{kept} of 240 samples are done, {240 - kept} to do" in capsys.readouterr().out
-    found = [json.loads(line) for line in lines()]
-    assert len({(record["task"], record["max_length"], record["index"]) for record in found}) == len(found) == 240
+    check_it_goes_on(run, 240, lambda: call(monkeypatch, *arguments), capsys)
 
 
 def test_ctrl_c_before_a_run_opens(model: Path, essay_file: Path, tmp_path: Path) -> None:
@@ -230,17 +238,14 @@ def test_ctrl_c_with_workers(
     run = tmp_path / "run"
     arguments = ruler_arguments(model, essay_file, run, "--samples", "40", "--workers", "2")
 
-    def lines() -> list[bytes]:
-        return [line for part in run.glob("predictions/*/*") for line in part.read_bytes().split(b"\n")[:-1]]
-
     def interrupted(answers: int, wait: float) -> None:
-        command, before = [sys.executable, str(TOOL), *map(str, arguments)], len(lines())
+        command, before = [sys.executable, str(TOOL), *map(str, arguments)], len(answers_of(run))
         with subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
         ) as process:
             deadline = time.monotonic() + 120
             # The process itself, multiprocessing's tracker, and two workers.
-            while len(_group(process.pid)) < 4 or len(lines()) < before + answers:
+            while len(_group(process.pid)) < 4 or len(answers_of(run)) < before + answers:
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.01)
             time.sleep(wait)
@@ -254,13 +259,7 @@ def test_ctrl_c_with_workers(
 
     for answers, wait in ((0, 0.0), (0, 0.5), (0, 2.0), (3, 0.0)):
         interrupted(answers, wait)
-    kept = len(lines())
-    assert 3 <= kept < 160
-    capsys.readouterr()
-    call(monkeypatch, *arguments)
-    assert f"{kept} of 160 samples are done, {160 - kept} to do" in capsys.readouterr().out
-    found = [json.loads(line) for line in lines()]
-    assert len({(record["task"], record["max_length"], record["index"]) for record in found}) == len(found) == 160
+    check_it_goes_on(run, 160, lambda: call(monkeypatch, *arguments), capsys)
 
 
 def _group(leader: int) -> list[int]:
