@@ -53,7 +53,8 @@ class PromptEncoder:
     Args:
         tokenizer: a Hugging Face tokenizer.
         chat: wrap the user's text in the tokenizer's chat template; the answer prefix follows the assistant's header.
-        stop_files: directories whose ``generation_config.json`` names further end-of-text tokens.
+        stop_files: model directories or hub ids whose ``generation_config.json``, or else ``config.json``, names
+            further end-of-text tokens.
         stop_tokens: further tokens that end an answer, as text.
 
     Raises:
@@ -179,17 +180,8 @@ class PromptEncoder:
 
     def _stop_ids(self, stop_files: Sequence[str], stop_tokens: Sequence[str]) -> frozenset[int]:
         found = {self.tokenizer.eos_token_id}
-        for directory in stop_files:
-            file = Path(directory) / "generation_config.json"
-            if file.is_file():
-                try:
-                    value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-                except (json.JSONDecodeError, AttributeError) as error:
-                    raise UserError(f"{file} is not a JSON object: {error}") from error
-                values = value if isinstance(value, list) else [value]
-                if strange := [each for each in values if each is not None and type(each) is not int]:
-                    raise UserError(f"{file} has eos_token_id {strange[0]!r}, which is no token id; mend that file")
-                found.update(values)
+        for source in stop_files:
+            found.update(_declared_ends(source))
         if self.chat:
             found.add(self._turn_end())
         vocabulary = self.tokenizer.get_vocab()
@@ -200,13 +192,45 @@ class PromptEncoder:
         return frozenset(id for id in found if id is not None)
 
     def _turn_end(self) -> int | None:
-        """The special token that the chat template writes right after an assistant's answer."""
+        """The special token that the chat template writes after an assistant's answer, blanks between them apart."""
         answer = "zqxj"
         try:
             tail = self._render("a", answer).rpartition(answer)[2]
         except Exception:
             # The template takes no assistant's message; _check_template saw to it that the token is named.
             return None
-        ids = self._encode(tail)
         added = self.tokenizer.get_added_vocab().values()
-        return ids[0] if ids and ids[0] in added else None
+        for token in self._encode(tail):
+            if token in added:
+                return token
+            if self.tokenizer.decode([token]).strip():
+                break
+        return None
+
+
+def _declared_ends(source: str) -> list[int]:
+    """Ids of the end-of-text tokens that a model's files name; the generation's file wins over the model's."""
+    from transformers.utils import cached_file
+
+    for name in ("generation_config.json", "config.json"):
+        # None where a directory, or the cache of a hub id, does not hold the file.
+        found = cached_file(
+            source,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+        if found is None:
+            continue
+        file = Path(found)
+        try:
+            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (json.JSONDecodeError, AttributeError) as error:
+            raise UserError(f"{file} is not a JSON object: {error}") from error
+        values = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
+        if strange := [each for each in values if type(each) is not int]:
+            raise UserError(f"{file} has eos_token_id {strange[0]!r}, which is no token id; mend that file")
+        if values:
+            return values
+    return []

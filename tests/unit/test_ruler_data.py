@@ -373,3 +373,33 @@ def test_an_end_of_text_that_is_no_id(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(UserError, match="eos_token_id '</s>', which is no token id"):
         PromptEncoder(tokenizer(), stop_files=[str(tmp_path)])
+
+
+def test_stop_tokens_of_a_config_without_a_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
+    assert PromptEncoder(tokenizer(), stop_files=[str(tmp_path)]).stop_ids == {1, 3}
+    # What is written for generation wins, as in transformers.
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert PromptEncoder(tokenizer(), stop_files=[str(tmp_path)]).stop_ids == {1, 7}
+    # A generation config that names none leaves the model's.
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert PromptEncoder(tokenizer(), stop_files=[str(tmp_path)]).stop_ids == {1, 3}
+
+
+def test_stop_tokens_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert PromptEncoder(tokenizer(), stop_files=["org/name"]).stop_ids == {1, 5, 6}
+
+
+def test_a_turn_end_behind_a_blank() -> None:
+    made = tokenizer()
+    assert "<|end|>\n" in made.chat_template
+    made.chat_template = made.chat_template.replace("<|end|>\n", " <|end|>\n")
+    assert made.convert_tokens_to_ids("<|end|>") in PromptEncoder(made, chat=True).stop_ids

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_lengthgen.errors import UserError
@@ -37,6 +37,21 @@ def _loading(source: str) -> Iterator[None]:
         ) from error
 
 
+def _check_keys(source: str, keys: Mapping[str, Collection[Any]]) -> None:
+    """Refuse what transformers only warns of: random numbers where a tensor is missing, tensors that nothing takes."""
+    for kind, says in (
+        ("missing_keys", "config.json asks for {names}, which the files do not hold"),
+        ("unexpected_keys", "the files hold {names}, for which config.json has no place"),
+        ("mismatched_keys", "{names} has another shape than config.json says"),
+    ):
+        if names := sorted(key if isinstance(key, str) else str(key[0]) for key in keys.get(kind) or ()):
+            some = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+            raise UserError(
+                f"the model in {source} is not whole: {says.format(names=some)}; download it again, or evaluate it "
+                "with the configuration that it was saved with"
+            )
+
+
 class HuggingFaceGenerator:
     """One prompt at a time, with transformers' key-value cache.
 
@@ -60,7 +75,8 @@ class HuggingFaceGenerator:
             dtype: ``bf16``, ``fp16`` or ``fp32``.
 
         Raises:
-            UserError: for another dtype, or when the model cannot be loaded.
+            UserError: for another dtype, or when the model cannot be loaded, or its files and its configuration
+                do not name the same tensors.
         """
         import torch
         from transformers import AutoModelForCausalLM
@@ -71,7 +87,8 @@ class HuggingFaceGenerator:
             raise UserError(f"dtype must be one of {', '.join(dtypes)}, got {dtype!r}")
         hf_logging.disable_progress_bar()
         with _loading(source):
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtypes[dtype])
+            model, keys = AutoModelForCausalLM.from_pretrained(source, dtype=dtypes[dtype], output_loading_info=True)
+        _check_keys(source, keys)
         if torch.cuda.is_available():
             model = model.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}")
         return cls(model.eval(), int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
