@@ -146,13 +146,19 @@ class AttentionPattern:
         """The pattern that a SmolLM3 ``config.json`` describes; ``SmolLM3Config``'s defaults fill its gaps.
 
         Raises:
-            UserError: a list of another length, an unknown kind of layer, or windows without a size.
+            UserError: a list of another length, an unknown kind of layer, windows without a size, or booleans in
+                ``no_rope_layers``.
         """
         window = config.get("sliding_window") if config.get("use_sliding_window") else None
         rope = config.get("no_rope_layers")
         if rope is None:
             interval = config.get("no_rope_layer_interval", 4)
             rope = [int(layer % interval != 0) for layer in range(1, num_layers + 1)]
+        elif any(isinstance(uses_rope, bool) for uses_rope in rope):
+            raise UserError(
+                f"config.json has no_rope_layers {list(rope)}: write 1 for a layer with RoPE and 0 for one without, "
+                "since true can be read as either"
+            )
         rope = _rope(list(rope)[:num_layers], (False,) * num_layers)  # transformers takes longer ones too
         types = config.get("layer_types")
         if types is None:

@@ -105,9 +105,24 @@ def _positive_integer(hf_config: Mapping[str, Any], name: str) -> None:
 
 
 def _rope_args(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE, as transformers 5 writes it (``rope_parameters``) or as 4 did (``rope_theta`` and ``rope_scaling``)."""
-    rope = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
+    """RoPE, as transformers 5 writes it (``rope_parameters``) or as 4 did (``rope_theta`` and ``rope_scaling``).
+
+    Of both, transformers takes ``rope_scaling``, which people add to a ``config.json`` for longer contexts, and all of
+    it: a base that ``rope_parameters`` alone names is then lost (``modeling_rope_utils.py``,
+    ``convert_rope_params_to_dict``).
+    """
+    name = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
+    rope = hf_config.get(name) or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"config.json has {name}={rope!r}; import needs an object such as {{'rope_type': 'default'}}")
+    if by_layer := sorted(key for key, value in rope.items() if isinstance(value, Mapping)):
+        raise UserError(
+            f"config.json has {name} per kind of layer ({', '.join(by_layer)}); Megatron computes one RoPE for all "
+            "layers: only a model with one can be imported"
+        )
     theta = rope.get("rope_theta", hf_config.get("rope_theta", 10000.0))
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        raise UserError(f"config.json has rope_theta={theta!r}; import needs a positive number there, or none at all")
     if theta != int(theta):
         raise UserError(f"config.json has rope_theta={theta}; Megatron's rotary_base is an integer")
     args: dict[str, Any] = {"rotary_base": int(theta)}

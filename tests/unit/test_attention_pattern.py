@@ -223,3 +223,8 @@ def test_a_hybrid_with_another_number_of_attention_layers_is_refused():
         pattern.of_attention_layers("M*M")
     with pytest.raises(UserError, match="'M-' has no attention layer"):
         pattern.of_attention_layers("M-")
+
+
+def test_booleans_in_no_rope_layers_are_refused() -> None:
+    with pytest.raises(UserError, match=r"no_rope_layers \[True, False\]: write 1 for a layer with RoPE"):
+        AttentionPattern.from_hugging_face({"no_rope_layers": [True, False]}, 2)

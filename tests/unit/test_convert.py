@@ -105,6 +105,18 @@ def test_rope_is_read_as_transformers_4_wrote_it_too() -> None:
     assert hugging_face.megatron_args(old)["rotary_base"] == 12345
 
 
+@pytest.mark.parametrize("outside", [{}, {"rope_theta": 70000.0}])
+@pytest.mark.parametrize("added", [{}, {"rope_theta": 20000.0}])
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+def test_an_added_rope_scaling_wins_as_in_transformers(outside: dict, added: dict, kind: str) -> None:
+    config = LlamaConfig(**TINY).to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    config |= outside | {"rope_scaling": {kind: "linear", "factor": 4.0, **added}}
+    theirs = LlamaConfig.from_dict(dict(config)).rope_parameters
+    ours = hugging_face.megatron_args(config)
+    assert ours["rotary_seq_len_interpolation_factor"] == theirs["factor"] == 4
+    assert ours["rotary_base"] == theirs["rope_theta"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -127,6 +139,14 @@ def test_rope_is_read_as_transformers_4_wrote_it_too() -> None:
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "'llama3'"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"rope_theta": 10000.5}}, "rope_theta=10000.5"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta=None"),
+        ({"rope_parameters": None, "rope_theta": None}, "rope_theta=None"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+            r"per kind of layer \(full_attention, sliding_attention\)",
+        ),
     ],
 )
 def test_what_megatron_cannot_express_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -49,3 +49,10 @@ def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
     _edit(tmp_path, lambda tensors: tensors.update({_DOWN: tensors[_DOWN][:, :-2].contiguous()}))
     with pytest.raises(UserError, match="cannot load a model"):
         HuggingFaceGenerator.from_pretrained(str(tmp_path))
+
+
+def test_rotary_frequencies_of_old_files_are_no_fault(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    extra = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(3)}
+    _edit(tmp_path, lambda tensors: tensors.update(extra))
+    HuggingFaceGenerator.from_pretrained(str(tmp_path))
