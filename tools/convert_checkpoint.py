@@ -54,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=("windowed",),
         help="with --set-window: full layers lose RoPE (default: each layer keeps what it was pretrained with)",
     )
+    importing.add_argument(
+        "--allow-nonfinite", action="store_true", help="take NaN and infinite weights as they are, to look into them"
+    )
     importing.add_argument("--force", action="store_true", help="replace a checkpoint made from something else")
 
     exporting = commands.add_parser("export", help="Megatron torch_dist checkpoint -> Hugging Face directory")
@@ -90,6 +93,7 @@ def _import(arguments: argparse.Namespace) -> None:
             window=arguments.set_window,
             pattern=arguments.pattern,
             rope=arguments.rope,
+            allow_nonfinite=arguments.allow_nonfinite,
             force=arguments.force,
             progress=progress,
         )

@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def import_model(
     window: int | None = None,
     pattern: str | None = None,
     rope: str | None = None,
+    allow_nonfinite: bool = False,
     force: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> bool:
@@ -62,6 +64,7 @@ def import_model(
         pattern: ``W`` (windowed) and ``F`` (full) for each layer, repeated over them: ``WWWF``. Needs ``window``.
         rope: ``"windowed"`` takes RoPE from the layers with full attention; by default each layer keeps what it was
             pretrained with. Needs ``window``.
+        allow_nonfinite: take NaN and infinite weights as they are.
         force: replace a finished checkpoint that was made from something else.
         progress: called with (parameters done, parameters in all).
 
@@ -69,7 +72,7 @@ def import_model(
         False where ``destination`` already holds this very conversion and nothing was done.
 
     Raises:
-        UserError: before anything is built or written, except when the disk is full.
+        UserError: before anything is built or written, except when the disk is full or a weight is NaN or infinite.
     """
     destination = Path(destination)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -98,7 +101,8 @@ def import_model(
             "tokenizer_type": "HuggingFaceTokenizer",
             "tokenizer_model": str(destination.resolve() / load.HUGGING_FACE),
         }
-        _save(values | DTYPES[dtype], tokenizer, entries, opened, temporary, progress)
+        read = opened.tensor if allow_nonfinite else partial(_finite, opened)
+        _save(values | DTYPES[dtype], tokenizer, entries, read, temporary, progress)
         write_json(temporary / ORIGIN, origin)
     return True
 
@@ -172,7 +176,7 @@ def _save(
     values: dict[str, Any],
     tokenizer: dict[str, Any],
     entries: list[Entry],
-    opened: huggingface.Source,
+    read: Callable[[str], torch.Tensor],
     directory: Path,
     progress: Callable[[int, int], None],
 ) -> None:
@@ -204,12 +208,23 @@ def _save(
     parameters = dict(unwrap_model(chunks)[0].named_parameters())
     with tempfile.TemporaryDirectory(prefix=".weights", dir=directory) as files:
         _move_to_files(parameters, Path(files))
-        _fill(parameters, entries, opened, progress)
+        _fill(parameters, entries, read, progress)
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 save_checkpoint(0, chunks, None, None, 0, release=True)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             raise UserError(f"the checkpoint could not be written to {directory.parent}: {reason(error)}") from error
+
+
+def _finite(opened: huggingface.Source, name: str) -> torch.Tensor:
+    """A tensor, unless some of its values are no numbers."""
+    tensor = opened.tensor(name)
+    if count := tensor.numel() - int(tensor.isfinite().sum()):
+        raise UserError(
+            f"{name} in {opened.root} has {count:,} of {tensor.numel():,} values that are NaN or infinite, and every "
+            "answer would be, too: take another checkpoint of the model, or import it as it is with --allow-nonfinite"
+        )
+    return tensor
 
 
 def _move_to_files(parameters: dict[str, torch.nn.Parameter], directory: Path) -> None:
@@ -223,7 +238,7 @@ def _move_to_files(parameters: dict[str, torch.nn.Parameter], directory: Path) -
 def _fill(
     parameters: dict[str, torch.nn.Parameter],
     entries: list[Entry],
-    opened: huggingface.Source,
+    read: Callable[[str], torch.Tensor],
     progress: Callable[[int, int], None],
 ) -> None:
     if set(parameters) != {entry.megatron for entry in entries}:
@@ -231,5 +246,5 @@ def _fill(
         raise RuntimeError(f"the key map and the built model disagree on {odd}")
     with torch.no_grad():
         for done, entry in enumerate(entries, start=1):
-            parameters[entry.megatron].copy_(entry.pack([opened.tensor(name) for name in entry.hugging_face]))
+            parameters[entry.megatron].copy_(entry.pack([read(name) for name in entry.hugging_face]))
             progress(done, len(entries))

@@ -96,6 +96,19 @@ def test_the_key_map_names_exactly_the_tensors_that_transformers_saves(tiny: Pat
     assert len(set(source.files.values())) > 3, "the fixture is meant to have several shards"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, value: float) -> None:
+    make_model(tmp_path / "hf")
+    path, name = tmp_path / "hf" / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
+    tensors = load_file(path)
+    tensors[name][3, :5] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"{name} in .* has 5 of 768 values that are NaN or infinite"):
+        importing.import_model(tmp_path / "hf", tmp_path / "mg")
+    assert not (tmp_path / "mg").exists()
+    assert importing.import_model(tmp_path / "hf", tmp_path / "mg", allow_nonfinite=True)
+
+
 def test_rope_is_read_as_transformers_4_wrote_it_too() -> None:
     new = LlamaConfig(**TINY | {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}).to_dict()
     new["architectures"] = ["LlamaForCausalLM"]
