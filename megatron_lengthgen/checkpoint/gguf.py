@@ -5,11 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lengthgen.checkpoint.common import make_readable
+from megatron_lengthgen.checkpoint.huggingface import some
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.files import atomic_directory
 from megatron_lengthgen.models import llama
 
 __all__ = ["gguf_to_hugging_face", "is_complete"]
+
+# llama.cpp's names: gguf-py/gguf/constants.py, MODEL_TENSORS of LLAMA.
+_LAYER = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+_ROPE_FREQUENCIES = "rope_freqs.weight"
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
@@ -29,7 +34,8 @@ def gguf_to_hugging_face(file: str | os.PathLike[str], destination: str | os.Pat
         False where ``destination`` is complete already and nothing was done.
 
     Raises:
-        UserError: no GGUF file, the ``gguf`` package missing, an architecture that cannot be imported, or
+        UserError: no GGUF file or a damaged one, the ``gguf`` package missing, an architecture that cannot be imported,
+            tensors that are missing or have no place in it, a RoPE that transformers' reader does not carry over, or
             ``destination`` taken.
     """
     file, destination = Path(file), Path(destination)
@@ -43,6 +49,7 @@ def gguf_to_hugging_face(file: str | os.PathLike[str], destination: str | os.Pat
     except ImportError:
         raise UserError("reading GGUF needs the gguf package: pip install 'megatron-lengthgen[hf]'") from None
 
+    _check_contents(file)
     config, tokenizer, model = _read(file)
     with atomic_directory(destination) as temporary:
         try:
@@ -99,3 +106,36 @@ def _check_magic(file: Path) -> None:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
     if magic != b"GGUF":
         raise UserError(f"{file} is no GGUF file: it begins with {magic!r} instead of b'GGUF'")
+
+
+def _check_contents(file: Path) -> None:
+    """Refuse what transformers' reader passes over: a missing tensor becomes random numbers, an unknown one is dropped."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+        values = {name: reader.fields[name].contents() for name in reader.fields if not name.startswith("tokenizer.")}
+        found = {tensor.name for tensor in reader.tensors}
+    except Exception as error:  # numpy, struct and the reader itself each fail in their own way on a damaged file
+        raise UserError(f"{file} is damaged ({' '.join(str(error).split())[:200]}); download it again") from error
+    if values.get("general.architecture") != "llama":
+        return  # _read names the architecture
+    if experts := values.get("llama.expert_count"):
+        raise UserError(f"{file} holds a model of {experts} experts a layer; only dense ones can be converted")
+    scaling = values.get("llama.rope.scaling.type", "none")
+    factor = values.get("llama.rope.scaling.factor", values.get("llama.rope.scale_linear", 1.0))
+    if scaling != "none" or factor not in (0.0, 1.0) or _ROPE_FREQUENCIES in found:
+        which = (
+            f"in {_ROPE_FREQUENCIES}, as Llama 3.1 does" if _ROPE_FREQUENCIES in found else f"({scaling}, {factor:g})"
+        )
+        raise UserError(
+            f"{file} scales RoPE {which}, which would be lost: convert the model's Hugging Face files instead, with "
+            "the import command"
+        )
+    layers = int(values.get("llama.block_count", 0))
+    wanted = {"token_embd.weight", "output_norm.weight"}
+    wanted |= {f"blk.{layer}.{name}.weight" for layer in range(layers) for name in _LAYER}
+    if missing := sorted(wanted - found):
+        raise UserError(f"{file} lacks {some(missing)}, which its {layers} layers need: download it again")
+    if unknown := sorted(found - wanted - {"output.weight"}):
+        raise UserError(f"{file} has {some(unknown)}, which have no place in {llama.ARCHITECTURE} without biases")

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_lengthgen.errors import UserError
 from megatron_lengthgen.models.entries import Entry
 
-__all__ = ["INDEX", "SIDE_FILES", "SINGLE", "Source", "copy_side_files", "open_source"]
+__all__ = ["INDEX", "SIDE_FILES", "SINGLE", "Source", "copy_side_files", "open_source", "some"]
 
 # What a model needs beside its weights: configuration and tokenizer.
 SIDE_FILES = (
@@ -70,13 +70,13 @@ class Source:
         where = f"in {self.root}"
         missing = [name for name in wanted if name not in self.headers]
         if missing:
-            raise UserError(f"{_some(missing)} missing {where}; config.json asks for it: download the model again")
+            raise UserError(f"{some(missing)} missing {where}; config.json asks for it: download the model again")
         unknown = [name for name in self.headers if name not in wanted and not _COMPUTED.search(name)]
         if tied and "lm_head.weight" in unknown:
             unknown.remove("lm_head.weight")
             self._check_tied_copy(entries[0].hugging_face[0])
         if unknown:
-            raise UserError(f"{_some(unknown)} {where} has no place in {self.config['architectures'][0]}")
+            raise UserError(f"{some(unknown)} {where} has no place in {self.config['architectures'][0]}")
         for name, shape in wanted.items():
             dtype, found = self.headers[name]
             if found != shape:
@@ -116,7 +116,7 @@ def open_source(source: str | os.PathLike[str]) -> Source:
             raise UserError(f"{index} has no weight_map; download it again")
         absent = sorted({file for file in weight_map.values() if not (root / file).is_file()})
         if absent:
-            raise UserError(f"{INDEX} names {_some(absent)}, which {root} does not hold: download the missing shard")
+            raise UserError(f"{INDEX} names {some(absent)}, which {root} does not hold: download the missing shard")
     elif (root / SINGLE).is_file():
         weight_map = None
     else:
@@ -200,5 +200,6 @@ def _open(path: Path) -> Iterator[Any]:
         raise UserError(f"{path} is damaged or cut short ({error}): download it again") from error
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first of several names, and how many more."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hf_models import TINY, add_tokenizer, edit_config, logits, make_model
@@ -555,9 +556,60 @@ def test_files_that_are_no_gguf(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
         gguf_to_hugging_face(tmp_path / "b.gguf", tmp_path / "out")
     (tmp_path / "c.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
-    with pytest.raises(UserError, match="transformers cannot read"):
+    with pytest.raises(UserError, match=r"is damaged .*download it again"):
         gguf_to_hugging_face(tmp_path / "c.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def write_gguf(file: Path, *, without: str = "", extra: str = "", **metadata: Any) -> None:
+    """A Llama of two layers without a tokenizer; ``extra`` is one more tensor's name."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(2)
+    for name, value in metadata.items():
+        key = f"llama.{name.replace('__', '.')}"
+        writer.add_string(key, value) if isinstance(value, str) else (
+            writer.add_float32(key, value) if isinstance(value, float) else writer.add_uint32(key, value)
+        )
+    parts = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+    names = ["token_embd.weight", "output_norm.weight", *(f"blk.{i}.{part}.weight" for i in range(2) for part in parts)]
+    for name in [*names, *([extra] if extra else [])]:
+        if name != without:
+            writer.add_tensor(name, np.ones((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"without": "blk.1.ffn_up.weight"}, r"lacks blk\.1\.ffn_up\.weight, which its 2 layers need"),
+        ({"without": "output_norm.weight"}, r"lacks output_norm\.weight"),
+        ({"extra": "blk.0.attn_q.bias"}, r"has blk\.0\.attn_q\.bias, which have no place"),
+        ({"extra": "blk.0.attn_q_norm.weight"}, r"has blk\.0\.attn_q_norm\.weight"),
+        ({"extra": "rope_freqs.weight"}, r"scales RoPE in rope_freqs\.weight, as Llama 3\.1 does"),
+        ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, r"scales RoPE \(yarn, 4\)"),
+        ({"rope__scaling__factor": 2.0}, r"scales RoPE \(none, 2\)"),
+        ({"rope__scale_linear": 8.0}, r"scales RoPE \(none, 8\)"),
+        ({"expert_count": 8}, "model of 8 experts"),
+    ],
+)
+def test_what_a_gguf_file_would_lose_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_gguf(tmp_path / "a.gguf", **changes)
+    with pytest.raises(UserError, match=message):
+        gguf_to_hugging_face(tmp_path / "a.gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_gguf_file(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf")
+    whole = (tmp_path / "a.gguf").read_bytes()
+    for size in (len(whole) - 40, 200, 30):
+        (tmp_path / "b.gguf").write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"b\.gguf is damaged"):
+            gguf_to_hugging_face(tmp_path / "b.gguf", tmp_path / "out")
 
 
 # ----------------------------------------------------------------------------------- incomplete checkpoints
