@@ -109,7 +109,7 @@ def _check_magic(file: Path) -> None:
 
 
 def _check_contents(file: Path) -> None:
-    """Refuse what transformers' reader passes over: a missing tensor becomes random numbers, an unknown one is dropped."""
+    """Refuse what transformers' reader passes over: missing tensors become random numbers, unknown ones are dropped."""
     from gguf import GGUFReader
 
     try:
